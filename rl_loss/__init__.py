@@ -1,0 +1,24 @@
+"""The trainer's half of off-policy RL for language models."""
+
+from rl_loss.alignment import AlignedRows, aligned_rows
+from rl_loss.capture import CapturedRows, capture_support
+from rl_loss.lm_head import FusedLMHead, LMHeadOutput, fused_lm_head
+from rl_loss.losses import LossInputs, LossOutputs, icepop_loss, ipo_loss, reinforce_loss
+from rl_loss.support import RowKind, Support
+
+__all__ = [
+    "AlignedRows",
+    "CapturedRows",
+    "FusedLMHead",
+    "LMHeadOutput",
+    "LossInputs",
+    "LossOutputs",
+    "RowKind",
+    "Support",
+    "aligned_rows",
+    "capture_support",
+    "fused_lm_head",
+    "icepop_loss",
+    "ipo_loss",
+    "reinforce_loss",
+]

@@ -1,0 +1,106 @@
+"""From token-aligned sequences to rows that each describe the token they predict."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_loss.support import Support, first_row
+
+
+class AlignedRows(NamedTuple):
+    """Rows that each describe one predicted token; see `aligned_rows`."""
+
+    labels: Tensor  # [...] the token that row t predicts, 0 where inactive
+    active: Tensor  # [...] bool
+    support: Support  # N rows
+    per_token: dict[str, Tensor]  # [..., *]
+
+
+def aligned_rows(
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    *,
+    support: Support | None,
+    cu_seqlens: Tensor | None = None,
+    **per_token: Tensor,
+) -> AlignedRows:
+    """Shifts token-aligned data so that row t describes token t + 1 of the same sequence.
+
+    The last row of each sequence is inactive, as is every row whose token is outside the loss
+    mask; an inactive label is 0, and the last row of a sequence gets 0 of every per-token value
+    and no evidence.
+
+    Args:
+        input_ids: `[T]` tokens of one sequence or, with `cu_seqlens`, of packed ones; `[B, L]`
+            padded sequences.
+        loss_mask: the shape of `input_ids`, bool: the tokens that were sampled.
+        support: one row a token: the evidence about that very token. None: no evidence.
+        cu_seqlens: `[S + 1]` bounds of the packed sequences, from 0 to T (from the host it
+            costs no sync).
+        **per_token: token-aligned tensors `[*input_ids.shape, ...]` to shift along, such as
+            `inference_logprobs` and `advantages`.
+
+    Raises:
+        ValueError: shapes or bounds that do not fit.
+
+    Example:
+        >>> rows = aligned_rows(
+        ...     torch.tensor([10, 11, 12, 20, 21]), torch.ones(5, dtype=torch.bool),
+        ...     support=None, cu_seqlens=torch.tensor([0, 3, 5]),
+        ... )
+        >>> rows.labels.tolist(), rows.active.tolist()
+        ([11, 12, 0, 21, 0], [True, True, False, True, False])
+    """
+    shape, n = input_ids.shape, input_ids.numel()
+    if input_ids.dim() not in (1, 2):
+        raise ValueError(f"input_ids must be [T] or [B, L], got {tuple(shape)}")
+    if loss_mask.dtype != torch.bool:
+        raise ValueError(f"loss_mask must be bool, got {loss_mask.dtype}")
+    for name, tensor in {"loss_mask": loss_mask, **per_token}.items():
+        if tensor.shape[: len(shape)] != shape:
+            raise ValueError(
+                f"{name} must begin with the shape of input_ids {tuple(shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+    support = Support.empty(n, device=input_ids.device) if support is None else support
+    if len(support) != n:
+        raise ValueError(f"support must have one row a token ({n}), got {len(support)}")
+    last = _last_rows(shape, cu_seqlens)  # on the host
+    rows = torch.arange(1, n + 1)
+    rows[last] = n  # the row of kind NONE that is put behind the others
+    support = Support.cat([support, Support.empty(1, device=support.device)]).select(rows)
+    rows[last] = 0  # any row will do: what it brings is replaced
+
+    def shift(tensor: Tensor) -> Tensor:
+        flat = tensor.reshape(n, *tensor.shape[len(shape) :])
+        moved = flat[rows.to(tensor.device, non_blocking=True)]
+        gone = last.to(tensor.device, non_blocking=True)
+        gone = gone.reshape(n, *([1] * (moved.dim() - 1)))
+        return torch.where(gone, torch.zeros_like(moved), moved).reshape(tensor.shape)
+
+    active = shift(loss_mask)
+    labels = shift(input_ids)
+    labels = torch.where(active.to(labels.device), labels, torch.zeros_like(labels))
+    shifted = {name: shift(tensor) for name, tensor in per_token.items()}
+    return AlignedRows(labels, active, support, shifted)
+
+
+def _last_rows(shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
+    """Bool `[N]` on the host: the rows that end a sequence."""
+    last = torch.zeros(shape.numel(), dtype=torch.bool)
+    if cu_seqlens is None:
+        last.reshape(shape)[..., -1:] = True
+        return last
+    bounds = cu_seqlens.cpu().to(torch.int64)
+    if len(shape) != 1:
+        raise ValueError(f"cu_seqlens needs packed input_ids [T], got {tuple(shape)}")
+    if bounds.dim() != 1 or bounds.numel() == 0 or bounds[0] != 0 or bounds[-1] != shape[0]:
+        raise ValueError(f"cu_seqlens must run from 0 to {shape[0]}, got {bounds.tolist()}")
+    if (bounds.diff() < 0).any():
+        at = first_row(bounds.diff() < 0)
+        raise ValueError(
+            f"cu_seqlens must not fall, got {bounds[at : at + 2].tolist()} in sequence {at}"
+        )
+    last[bounds[1:][bounds.diff() > 0] - 1] = True
+    return last

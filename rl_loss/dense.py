@@ -1,0 +1,159 @@
+"""Rows normalised over the vocabulary: chunks of logits, forward and backward."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_loss.logits import HeadRows, LogitTransform, accumulation_dtype
+from rl_loss.support import RowKind
+
+_CHUNK = 2**24  # the most logits that are held at a time
+_VOCAB_BLOCK = 8192  # weight rows that are converted to the accumulation dtype at a time
+
+
+@dataclass(frozen=True)
+class Dense:
+    """What the forward computed of D rows and their E entries, and the backward reads."""
+
+    chosen: Tensor  # [D] the rows, in the batch
+    entries: Tensor  # [E] the entries, in the support
+    place: Tensor  # [E] each entry's row, in `chosen`
+    lse: Tensor  # [D] log-sum-exp of the logits
+    support_logprobs: Tensor  # [E]
+    logprobs: Tensor  # [D]
+    tail_logprobs: Tensor  # [D]
+    entropy: Tensor | None  # [D]
+
+
+def dense_fwd(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    rows: HeadRows,
+    chosen: Tensor,  # [D]
+    transform: LogitTransform,
+    want_entropy: bool,
+) -> Dense:
+    """Log-probabilities over the vocabulary of the chosen rows.
+
+    The tail of a HEAD row is every id that is not one of its known ids, taken over their logits
+    apart: as `1 - sum(p)` it would be rounding noise where it is small.
+    """
+    dtype = accumulation_dtype(hidden, weight)
+    entries, place = rows.entries(chosen)
+    ids = rows.support.ids[entries].long()
+    lse, logprobs, tail, entropy = hidden.new_empty(4, len(chosen), dtype=dtype).unbind()
+    support_logprobs = hidden.new_empty(len(entries), dtype=dtype)
+    for chunk, inside in _chunks(place, len(chosen), len(weight)):
+        some, at = chosen[chunk], (place[inside] - chunk.start, ids[inside])
+        z = _logits(hidden, weight, bias, rows, some, transform)
+        lse[chunk] = z.logsumexp(-1)
+        logprobs[chunk] = z.gather(1, rows.labels[some, None])[:, 0] - lse[chunk]
+        support_logprobs[inside] = z[at] - lse[chunk][at[0]]
+        if want_entropy:
+            logp = z - lse[chunk, None]
+            entropy[chunk] = -(logp.exp() * logp).sum(-1)
+        head = rows.support.kind[some] == RowKind.HEAD
+        known = rows.support.known[entries[inside]]
+        z[at[0][known], at[1][known]] = -torch.inf
+        tail[chunk] = torch.where(head, z.logsumexp(-1) - lse[chunk], -torch.inf)
+    return Dense(
+        chosen=chosen,
+        entries=entries,
+        place=place,
+        lse=lse,
+        support_logprobs=support_logprobs,
+        logprobs=logprobs,
+        tail_logprobs=tail,
+        entropy=entropy if want_entropy else None,
+    )
+
+
+def dense_bwd(
+    saved: Dense,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: HeadRows,
+    transform: LogitTransform,
+    d_logprobs: Tensor | None,  # [N]
+    d_support_logprobs: Tensor | None,  # [nnz]
+    d_tail_logprobs: Tensor | None,  # [N]
+    d_entropy: Tensor | None,  # [N]
+    d_hidden: Tensor | None,  # [N, H] written at the chosen rows
+    d_weight: Tensor | None,  # [V, H] added to
+    d_bias: Tensor | None,  # [V] added to
+) -> None:
+    """Adds the gradients of the chosen rows, each in the accumulation dtype."""
+    ids = rows.support.ids[saved.entries].long()
+    for chunk, inside in _chunks(saved.place, len(saved.chosen), len(weight)):
+        some, at = saved.chosen[chunk], (saved.place[inside] - chunk.start, ids[inside])
+        z = _logits(hidden, weight, bias, rows, some, transform)
+        logp = z - saved.lse[chunk, None]
+        total = torch.zeros_like(saved.lse[chunk])  # the sum of a row's upstreams
+        dz = torch.zeros_like(z)
+        if d_logprobs is not None:
+            dz.scatter_add_(1, rows.labels[some, None], d_logprobs[some, None])
+            total += d_logprobs[some]
+        if d_support_logprobs is not None:
+            upstream = d_support_logprobs[saved.entries[inside]]
+            dz.index_put_(at, upstream, accumulate=True)
+            total.index_add_(0, at[0], upstream)
+        if d_tail_logprobs is not None:
+            tail = saved.tail_logprobs[chunk]
+            some_tail = tail > -torch.inf
+            upstream = torch.where(some_tail, d_tail_logprobs[some], 0.0)
+            share = logp - torch.where(some_tail, tail, 0.0)[:, None]
+            known = rows.support.known[saved.entries[inside]]
+            share[at[0][known], at[1][known]] = -torch.inf
+            dz += share.exp_() * upstream[:, None]
+            total += upstream
+        if d_entropy is not None:
+            total = total[:, None] + d_entropy[some, None] * (logp + saved.entropy[chunk, None])
+        else:
+            total = total[:, None]
+        dz -= logp.exp_() * total
+        dz *= transform.derivative(z, rows.inv_temperature[some, None])
+        if d_bias is not None:
+            d_bias += dz.sum(0)
+        d_rows = None if d_hidden is None else torch.zeros_like(d_hidden[some])
+        h = hidden[some].to(dz)
+        for block, part in _vocab_blocks(weight, dz.dtype):
+            if d_rows is not None:
+                d_rows += dz[:, block] @ part
+            if d_weight is not None:
+                d_weight[block].addmm_(dz[:, block].T, h)
+        if d_hidden is not None:
+            d_hidden[some] += d_rows
+
+
+def _chunks(place: Tensor, n: int, vocab_size: int) -> Iterator[tuple[slice, slice]]:
+    """Runs of rows with at most `_CHUNK` logits, and the run of entries in each."""
+    step = max(1, _CHUNK // max(1, vocab_size))
+    starts = torch.arange(0, n + step, step, device=place.device).clamp(max=n)
+    bounds = torch.searchsorted(place, starts).tolist()
+    for i, start in enumerate(range(0, n, step)):
+        yield slice(start, min(start + step, n)), slice(bounds[i], bounds[i + 1])
+
+
+def _vocab_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The weight in the accumulation dtype, whole if it has it already, else block by block."""
+    step = len(weight) if weight.dtype == dtype else _VOCAB_BLOCK
+    for start in range(0, len(weight), step):
+        block = slice(start, min(start + step, len(weight)))
+        yield block, weight[block].to(dtype)
+
+
+def _logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: HeadRows,
+    chosen: Tensor,
+    transform: LogitTransform,
+) -> Tensor:
+    h = hidden[chosen].to(accumulation_dtype(hidden, weight))
+    raw = torch.cat([h @ part.T for _, part in _vocab_blocks(weight, h.dtype)], 1)
+    return transform(raw, bias, rows.inv_temperature[chosen, None])

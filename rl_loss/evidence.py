@@ -1,0 +1,226 @@
+"""Loss inputs made safe: flat rows and entries, neutral wherever a value must not matter."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_loss.segments import segment_sum
+from rl_loss.support import TOLERANCE, RowKind, rows_of_entries
+
+
+def score(logprobs: Tensor) -> Tensor:
+    """`log p - sg(log p)`: no value, the gradient of log p."""
+    return logprobs - logprobs.detach()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The N rows of a loss; outside `mask` every value is 0."""
+
+    mask: Tensor  # [N] bool
+    log_p: Tensor  # [N] with gradient
+    log_q: Tensor  # [N]
+    advantages: Tensor  # [N]
+    weights: Tensor  # [N] W
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.log_p.detach() - self.log_q
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The E support entries of these rows; where not `valid` every value is 0."""
+
+    valid: Tensor  # [E] bool
+    log_p: Tensor  # [E] with gradient
+    log_q: Tensor  # [E]
+    rows: Tensor | None  # [E] each entry's row; None where entries are padded [N, K]
+    kind: Tensor  # [N] int8
+    usable: Tensor  # [N] bool: a loss row of which some entry is valid
+    log_p_tail: Tensor  # [N] with gradient, 0 where `has_tail` is not set
+    log_q_tail: Tensor  # [N], 0 likewise
+    has_tail: Tensor  # [N] bool: both put some mass outside the known ids
+    q_tail: Tensor  # [N]
+    p_tail: Tensor  # [N]
+    bad: Tensor  # [N] bool: loss rows with evidence that no number may come of
+
+    @property
+    def modelled(self) -> Tensor:
+        """Rows whose q is known up to the tail model, `[N]`."""
+        return self.usable & (self.kind != RowKind.DRAWS)
+
+    @property
+    def drawn(self) -> Tensor:
+        return self.usable & (self.kind == RowKind.DRAWS)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`[E]` to `[N]`."""
+        return _sum(values, self.rows, len(self.kind))
+
+    def at(self, values: Tensor) -> Tensor:
+        """`[N]` to `[E]`."""
+        return _at(values, self.rows, len(self.valid))
+
+    @property
+    def size(self) -> Tensor:
+        """The number of valid entries, `[N]`."""
+        return self.sum(self.valid.to(self.log_q.dtype))
+
+
+def _sum(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
+    if rows is None:
+        return values.reshape(n, -1 if n else values.numel()).sum(-1)
+    return segment_sum(values, rows, n)
+
+
+def _at(values: Tensor, rows: Tensor | None, n_entries: int) -> Tensor:
+    if rows is None:
+        width = n_entries // max(1, len(values))
+        return values[:, None].expand(len(values), width).reshape(-1)
+    return values[rows]
+
+
+def read_tokens(inputs: Any) -> Tokens:
+    """The rows of `inputs`, checked for shape."""
+    mask = inputs.loss_mask
+    if mask.dtype != torch.bool:
+        raise ValueError(f"loss_mask must be bool, got {mask.dtype}")
+    log_p = inputs.trainer_logprobs
+    dtype = torch.promote_types(log_p.dtype, torch.float32)
+
+    def read(name: str, value: Tensor) -> Tensor:
+        if value.shape != mask.shape:
+            raise ValueError(
+                f"{name} must be {tuple(mask.shape)} as loss_mask, got {tuple(value.shape)}"
+            )
+        if value.device != mask.device:
+            raise ValueError(f"{name} must be on {mask.device} as loss_mask, got {value.device}")
+        return torch.where(mask, value.to(dtype), 0.0).reshape(-1)
+
+    weights = getattr(inputs, "loss_weights", None)
+    weights = torch.ones_like(mask, dtype=dtype) if weights is None else weights
+    return Tokens(
+        mask=mask.reshape(-1),
+        log_p=read("trainer_logprobs", log_p),
+        log_q=read("inference_logprobs", inputs.inference_logprobs.detach()),
+        advantages=read("advantages", inputs.advantages.detach()),
+        weights=read("loss_weights", weights.detach()),
+    )
+
+
+def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
+    """The support entries of `inputs`, flat with offsets or padded, checked for shape."""
+    n, dtype, device = len(tokens.mask), tokens.log_p.dtype, tokens.mask.device
+    log_p = getattr(inputs, "trainer_support_logprobs", None)
+    log_q = getattr(inputs, "sampler_support_logprobs", None)
+    if (log_p is None) != (log_q is None):
+        raise ValueError(
+            "trainer_support_logprobs and sampler_support_logprobs must be given together"
+        )
+    if log_p is None or log_q is None:
+        log_p = log_q = torch.zeros(0, dtype=dtype, device=device)
+        rows = torch.zeros(0, dtype=torch.int64, device=device)
+    else:
+        rows = _entry_rows(inputs, log_p)
+    valid = getattr(inputs, "support_valid", None)
+    valid = torch.ones_like(log_p, dtype=torch.bool) if valid is None else valid
+    for name, value in {"sampler_support_logprobs": log_q, "support_valid": valid}.items():
+        if value.shape != log_p.shape:
+            raise ValueError(
+                f"{name} must be {tuple(log_p.shape)} as trainer_support_logprobs, "
+                f"got {tuple(value.shape)}"
+            )
+    kind, mass = _kind_and_mass(inputs, n, dtype, device)
+    kind = torch.where(tokens.mask, kind, int(RowKind.NONE))
+    valid = valid.reshape(-1).to(torch.bool)
+    valid = valid & _at(tokens.mask & (kind > RowKind.NONE), rows, len(valid))
+    log_p = torch.where(valid, log_p.reshape(-1).to(dtype), 0.0)
+    log_q = torch.where(valid, log_q.detach().reshape(-1).to(dtype), 0.0)
+    usable = _sum(valid.to(dtype), rows, n) > 0
+    modelled = usable & (kind != RowKind.DRAWS)
+    q_tail = torch.zeros(n, dtype=dtype, device=device) if mass is None else mass
+    q_tail = torch.where(modelled, q_tail, 0.0)
+    log_p_tail = _trainer_tail(inputs, log_p, valid, rows, modelled & (q_tail > 0))
+    # An inactive or absent tail is replaced before any arithmetic, so that it has no gradient.
+    some = modelled & (log_p_tail.detach() > -torch.inf)
+    p_tail = torch.where(some, log_p_tail.detach(), -torch.inf).exp()
+    has_tail = some & (q_tail > 0)
+    bad = (kind == RowKind.FAILED) | q_tail.isnan() | (modelled & log_p_tail.detach().isnan())
+    wrong = valid & ~(log_q.isfinite() & log_p.detach().isfinite())
+    bad = bad | (_sum(wrong.to(dtype), rows, n) > 0)
+    if mass is not None:
+        total = q_tail + _sum(torch.where(valid, log_q.exp(), 0.0), rows, n)
+        bad = bad | (modelled & ~((total - 1).abs() <= TOLERANCE))
+    return Evidence(
+        valid=valid,
+        log_p=log_p,
+        log_q=log_q,
+        rows=rows,
+        kind=kind,
+        usable=usable,
+        log_p_tail=torch.where(has_tail, log_p_tail, 0.0),
+        log_q_tail=torch.where(has_tail, q_tail, 1.0).log(),
+        has_tail=has_tail,
+        q_tail=q_tail.clamp(min=0),
+        p_tail=p_tail,
+        bad=bad,
+    )
+
+
+def _entry_rows(inputs: Any, log_p: Tensor) -> Tensor | None:
+    """Each entry's row, or None where the entries are padded."""
+    shape, n = inputs.loss_mask.shape, inputs.loss_mask.numel()
+    offsets = getattr(inputs, "support_offsets", None)
+    if offsets is not None:
+        if log_p.dim() != 1 or offsets.shape != (n + 1,):
+            raise ValueError(
+                f"trainer_support_logprobs and support_offsets must be [nnz] and [{n + 1}], got "
+                f"{tuple(log_p.shape)} and {tuple(offsets.shape)}"
+            )
+        return rows_of_entries(offsets, len(log_p))
+    if log_p.dim() != len(shape) + 1 or log_p.shape[:-1] != shape:
+        raise ValueError(
+            f"trainer_support_logprobs must be [*{tuple(shape)}, K] without support_offsets, "
+            f"got {tuple(log_p.shape)}"
+        )
+    return None
+
+
+def _kind_and_mass(
+    inputs: Any, n: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    mass = getattr(inputs, "sampler_tail_mass", None)
+    kind = getattr(inputs, "support_kind", None)
+    for name, value in {"sampler_tail_mass": mass, "support_kind": kind}.items():
+        if value is not None and value.numel() != n:
+            raise ValueError(f"{name} must have {n} rows, got {tuple(value.shape)}")
+    mass = None if mass is None else mass.detach().reshape(-1).to(dtype)
+    if kind is not None:
+        return kind.reshape(-1), mass
+    replay = torch.full((n,), int(RowKind.REPLAY), dtype=torch.int8, device=device)
+    if mass is None:
+        return replay, None
+    return torch.where(mass > 0, int(RowKind.HEAD), replay).to(torch.int8), mass
+
+
+def _trainer_tail(
+    inputs: Any, log_p: Tensor, valid: Tensor, rows: Tensor | None, wanted: Tensor
+) -> Tensor:
+    """`log p_tail`, `[N]`: as given, or from the known ids where nothing was given.
+
+    The latter is the published form of the correction: its gradient,
+    `-sum(p_v grad log p_v) / p_tail`, subtracts `alpha * p_v` from each known id.
+    """
+    given = getattr(inputs, "trainer_tail_logprobs", None)
+    if given is not None:
+        if given.numel() != len(wanted):
+            raise ValueError(
+                f"trainer_tail_logprobs must have {len(wanted)} rows, got {tuple(given.shape)}"
+            )
+        return given.reshape(-1).to(log_p.dtype)
+    rest = 1 - _sum(torch.where(valid, log_p.exp(), 0.0), rows, len(wanted))
+    some = wanted & (rest.detach() > 8 * torch.finfo(log_p.dtype).eps)
+    return torch.where(some, torch.where(some, rest, 1.0).log(), -torch.inf)

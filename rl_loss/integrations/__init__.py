@@ -1,0 +1,1 @@
+"""Bridges to engines and trainers; each loads its library only when used."""

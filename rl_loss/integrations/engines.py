@@ -1,0 +1,164 @@
+"""Supports from what vLLM and SGLang return of a request, joined with its log-probabilities.
+
+Nothing is imported from either engine: their objects, and the plain dicts of their JSON, are
+read by attribute or key.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_loss.support import RowKind, Support
+
+# JSON cannot hold -inf: what vLLM's server writes in its place.
+_JSON_MINUS_INF = -9999.0
+
+
+def _read(source: Any, name: str) -> Any:
+    if isinstance(source, Mapping):
+        return source.get(name)
+    return getattr(source, name, None)
+
+
+def _id_rows(mask: Any, argument: str) -> list[Any]:
+    """One list of kept ids a position, from nested lists or from flat ids with offsets."""
+    ids, offsets = _read(mask, "token_ids"), _read(mask, "offsets")
+    if ids is None and isinstance(mask, Sequence) and not isinstance(mask, str):
+        ids = mask
+    if ids is None:
+        raise ValueError(
+            f"{argument} must hold the kept ids of each token, got {type(mask).__name__}: "
+            "was the engine asked for its sampling mask?"
+        )
+    if offsets is None:
+        return list(ids)
+    bounds = [int(bound) for bound in offsets]
+    if not bounds or bounds[0] != 0 or bounds[-1] != len(ids) or sorted(bounds) != bounds:
+        raise ValueError(f"{argument}: offsets must rise from 0 to {len(ids)}, got {bounds}")
+    return [ids[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def _finite(logprob: float, row: int, token: int) -> float:
+    if not _JSON_MINUS_INF < logprob < math.inf:
+        raise ValueError(
+            f"logprobs: kept id {token} of row {row} has log-probability {logprob}: the mask and "
+            "the log-probabilities are not of one request"
+        )
+    return logprob
+
+
+def _join(ids: Any, known: Mapping[int, float], row: int) -> tuple[list[int], list[float]]:
+    """The kept ids with the log-probabilities that are known of them, NaN elsewhere."""
+    kept = [int(token) for token in ids]
+    logprobs = [
+        _finite(float(known[token]), row, token) if token in known else math.nan for token in kept
+    ]
+    return kept, logprobs
+
+
+def _same_length(argument: str, rows: Sequence[Any], n: int) -> None:
+    if len(rows) != n:
+        raise ValueError(f"{argument} must have one entry a token ({n}), got {len(rows)}")
+
+
+def support_from_vllm(mask: Any, logprobs: Any = None) -> Support:
+    """REPLAY rows from vLLM's sampling mask and the request's processed log-probabilities.
+
+    The engine is started with `return_sampling_mask` and `logprobs_mode="processed_logprobs"`
+    and asked for a finite `top_k` and, say, `logprobs=20`. A row whose kept ids are all among
+    those log-probabilities is complete, and its centering exact; on the others the missing ids
+    are the tail inside the kept set. Raw log-probabilities do not add up to 1 over the kept set:
+    `Support.validate` finds them.
+
+    Args:
+        mask: `CompletionOutput.sampling_mask` (`token_ids`, a list of id lists, or flat ids with
+            `offsets`), its dict, a list of id lists, or a choice of the generate endpoint's JSON
+            (`sampling_mask`, and `sampling_mask_logprobs` where it was asked for).
+        logprobs: `CompletionOutput.logprobs`: per token a dict from id to `Logprob` or float;
+            or per token the log-probabilities of the kept ids, in their order. None: the ids
+            alone (or those that the JSON holds).
+
+    Raises:
+        ValueError: no mask, lengths that do not fit, a kept id with probability 0.
+
+    Source: vLLM, pull request 49577.
+
+    Example:
+        >>> support_from_vllm([[5, 9]], [{9: -0.6931, 5: -0.6931}]).host.complete.tolist()
+        [True]
+    """
+    nested = _read(mask, "sampling_mask")
+    if nested is not None:
+        logprobs = _read(mask, "sampling_mask_logprobs") if logprobs is None else logprobs
+        mask = nested
+    rows = _id_rows(mask, "mask")
+    if logprobs is None:
+        return Support.from_rows([(ids, None) for ids in rows])
+    _same_length("logprobs", logprobs, len(rows))
+    joined = []
+    for row, ids in enumerate(rows):
+        given = logprobs[row]
+        if not isinstance(given, Mapping):
+            _same_length(f"logprobs[{row}]", given, len(ids))
+            given = dict(zip(map(int, ids), given, strict=True))
+        known = {int(token): float(getattr(q, "logprob", q)) for token, q in given.items()}
+        joined.append(_join(ids, known, row))
+    return Support.from_rows(joined)
+
+
+def support_from_sglang(mask: Any, logprobs: Any = None) -> Support:
+    """REPLAY rows from SGLang's sampling mask and the log-probabilities of its `meta_info`.
+
+    SGLang's top log-probabilities are over the whole vocabulary, and only the sampled token's is
+    given over the kept set as well. The difference of the two is minus the log of the kept mass:
+    it shifts the top ids onto the kept set. (The engine's log-probabilities must be those of the
+    logits it sampled from, after temperature.)
+
+    Args:
+        mask: `meta_info` of a request with `return_sampling_mask`
+            (`output_token_sampling_mask`), or that list of id lists itself.
+        logprobs: a dict with `output_token_sampling_logprobs` (a float a token, or in its
+            support mode a list a token: then nothing else is needed), `output_token_logprobs`
+            and `output_top_logprobs` (`(logprob, id, text)`); by default those that `mask`
+            holds. Without any, the ids alone.
+
+    Raises:
+        ValueError: no mask, lengths that do not fit, a kept id with probability 0, top
+            log-probabilities without what shifts them.
+
+    Source: SGLang, pull requests 27408 and 36630.
+
+    Example:
+        >>> support_from_sglang([[5, 9]], {"output_token_sampling_logprobs": [[-0.7, -0.7]]}).nnz
+        2
+    """
+    logprobs = mask if logprobs is None else logprobs
+    nested = _read(mask, "output_token_sampling_mask")
+    rows = _id_rows(mask if nested is None else nested, "mask")
+    replayed = _read(logprobs, "output_token_sampling_logprobs")
+    sampled = _read(logprobs, "output_token_logprobs")
+    top = _read(logprobs, "output_top_logprobs")
+    if replayed is None:
+        if top is not None or sampled is not None:
+            raise ValueError(
+                "logprobs: output_token_sampling_logprobs is missing: without the sampled "
+                "token's log-probability over the kept set the others cannot be shifted onto it"
+            )
+        return Support.from_rows([(ids, None) for ids in rows])
+    _same_length("output_token_sampling_logprobs", replayed, len(rows))
+    if len(replayed) and isinstance(replayed[0], Sequence):
+        return support_from_vllm(rows, replayed)
+    if sampled is None:
+        raise ValueError("logprobs: output_token_logprobs is missing: it names the sampled token")
+    _same_length("output_token_logprobs", sampled, len(rows))
+    if top is not None:
+        _same_length("output_top_logprobs", top, len(rows))
+    joined = []
+    for row, ids in enumerate(rows):
+        raw, token = float(sampled[row][0]), int(sampled[row][1])
+        shift = float(replayed[row]) - raw
+        entries = top[row] if top is not None and top[row] is not None else ()
+        known = {int(entry[1]): float(entry[0]) + shift for entry in entries}
+        known[token] = float(replayed[row])
+        joined.append(_join(ids, known, row))
+    return Support.from_rows(joined, kind=RowKind.REPLAY)

@@ -1,0 +1,57 @@
+"""What the head has to know of a Hugging Face causal language model."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_loss.logits import LogitTransform
+
+
+@torch.no_grad()
+def logit_options(model: nn.Module) -> dict[str, Any]:
+    """The `bias`, `softcap` and `logit_scale` of a model's head, proved on the model itself.
+
+    They are read off the model and its config (Gemma 2's `final_logit_softcapping`, Cohere's
+    `logit_scale`, Granite's `logits_scaling`, which divides); then the model's own logits of a
+    few tokens are compared with those that the options give.
+
+    Args:
+        model: any causal language model whose `base_model` gives the hidden states that its
+            output embeddings read.
+
+    Returns:
+        keyword arguments for `fused_lm_head`, beside `weight = get_output_embeddings().weight`.
+
+    Raises:
+        ValueError: a model whose logits come out otherwise: a transform that is not one of
+            these, or adapters on its head.
+
+    Example:
+        >>> options = logit_options(model)  # doctest: +SKIP
+        >>> hidden = model.base_model(input_ids).last_hidden_state  # doctest: +SKIP
+    """
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    bias = getattr(head, "bias", None)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    tokens = torch.arange(8, device=head.weight.device)[None] % len(head.weight)
+    training = model.training
+    model.eval()
+    try:
+        expected = model(input_ids=tokens, use_cache=False).logits.double()
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    finally:
+        model.train(training)
+    raw = hidden.double() @ head.weight.double().T
+    got = LogitTransform(softcap, scale)(raw, bias, torch.ones((), device=raw.device))
+    # The model rounds its products, and each step of its transform, to its own dtype.
+    rounding = 16 * torch.finfo(hidden.dtype).eps * max(1.0, float(expected.abs().max()))
+    worst = float((got - expected).abs().max()) if got.shape == expected.shape else torch.inf
+    if not worst <= rounding:
+        raise ValueError(
+            f"model: {type(model).__name__} transforms its logits in a way that is not known here "
+            f"(they differ by {worst:.3g} with softcap {softcap} and logit_scale {scale:.3g})"
+        )
+    return {"bias": bias, "softcap": softcap, "logit_scale": scale}

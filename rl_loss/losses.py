@@ -1,0 +1,258 @@
+"""Policy-gradient losses on log-probabilities: ipo, icepop and reinforce."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_loss.centering import expected_score
+from rl_loss.evidence import read_evidence, read_tokens, score
+from rl_loss.metrics import Metrics, MetricTable, centering_metrics, token_metrics
+from rl_loss.sampler_kl import Direction, sampler_kl
+from rl_loss.support import first_row
+from rl_loss.weighting import IcePop, Ipo, Reinforce, Rule
+
+
+@dataclass
+class LossInputs:
+    """What a loss reads; the first six names are prime-rl's. Only `trainer_*` carry gradient.
+
+    Support tensors are flat `[nnz]` with `support_offsets`, or padded `[*loss_mask.shape, K]`
+    without. Values outside `loss_mask`, and entries where `support_valid` is False, are never
+    read, whatever they hold.
+    """
+
+    trainer_logprobs: Tensor  # [...] log p of the sampled token
+    inference_logprobs: Tensor  # [...] log q of the sampled token
+    advantages: Tensor  # [...]
+    loss_mask: Tensor  # [...] bool
+    loss_weights: Tensor | None = None  # [...] W, 1 by default
+    ref_logprobs: Tensor | None = None  # accepted, not read
+    trainer_support_logprobs: Tensor | None = None  # [nnz] or [..., K]
+    sampler_support_logprobs: Tensor | None = None  # [nnz] or [..., K]
+    support_valid: Tensor | None = None  # [nnz] or [..., K] bool, all by default
+    sampler_tail_mass: Tensor | None = None  # N
+    trainer_tail_logprobs: Tensor | None = None  # N
+    support_offsets: Tensor | None = None  # [N + 1] int64
+    support_kind: Tensor | None = None  # N, RowKind; None: HEAD where a tail mass is above 0
+
+    @classmethod
+    def from_head(
+        cls,
+        output: Any,
+        support: Any,
+        *,
+        inference_logprobs: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+    ) -> "LossInputs":
+        """The inputs of a loss from the output of `fused_lm_head` and the support it was given.
+
+        Args:
+            output: LMHeadOutput.
+            support: the `Support` that the head was called with, or None.
+            inference_logprobs: `[...]` log q of the sampled token, as the sampler reported it.
+            advantages: `[...]`.
+            loss_mask: `[...]` bool, the tokens of the loss; the head's `active` by default.
+            loss_weights: `[...]`.
+
+        Raises:
+            ValueError: a support that is not the head's; on the CPU a loss token that was not
+                active in the head (on a GPU its loss is NaN).
+        """
+        logprobs, active = output.logprobs, output.active
+        loss_mask = active if loss_mask is None else loss_mask
+        if loss_mask.shape != active.shape or loss_mask.dtype != torch.bool:
+            raise ValueError(
+                f"loss_mask must be bool {tuple(active.shape)} as the head's rows, got "
+                f"{loss_mask.dtype} {tuple(loss_mask.shape)}"
+            )
+        if loss_mask.device != active.device:
+            raise ValueError(f"loss_mask must be on {active.device}, got {loss_mask.device}")
+        unread = loss_mask & ~active
+        if loss_mask.device.type == "cpu":
+            if unread.any():
+                row = first_row(unread.reshape(-1))
+                raise ValueError(f"loss_mask is True in row {row}, which the head had inactive")
+        else:
+            logprobs = torch.where(unread, torch.nan, logprobs)
+        inputs = cls(
+            trainer_logprobs=logprobs,
+            inference_logprobs=inference_logprobs,
+            advantages=advantages,
+            loss_mask=loss_mask,
+            loss_weights=loss_weights,
+        )
+        if support is None:
+            return inputs
+        if len(support) != logprobs.numel() or support.nnz != output.support_logprobs.numel():
+            raise ValueError(
+                f"support must be the head's ({logprobs.numel()} rows, "
+                f"{output.support_logprobs.numel()} entries), got {len(support)} rows, "
+                f"{support.nnz} entries"
+            )
+        inputs.trainer_support_logprobs = output.support_logprobs
+        inputs.sampler_support_logprobs = support.sampler_logprobs
+        inputs.support_valid = output.support_valid
+        inputs.sampler_tail_mass = support.sampler_tail_mass
+        inputs.trainer_tail_logprobs = output.trainer_tail_logprobs
+        inputs.support_offsets = support.offsets
+        inputs.support_kind = support.kind
+        return inputs
+
+
+@dataclass
+class LossOutputs:
+    """A loss: its sum, what makes it up, and what to watch."""
+
+    loss: Tensor  # 0-dim, the sum of per_token_loss
+    metrics: Metrics  # 0-dim means (maxima where the name ends in _max), detached
+    metric_counts: Metrics  # 0-dim, over how many rows each was taken
+    per_token_loss: Tensor  # [...] as loss_mask, 0 outside it
+
+
+def ipo_loss(
+    inputs: Any,
+    *,
+    adv_tau: float = 1.0,
+    score_centering: bool = True,
+    kl_tau: float = 0.0,
+    kl: Direction = "forward",
+    eps: float = 0.3,
+    max_importance_ratio: float = 1e4,
+) -> LossOutputs:
+    """The ratio loss on tokens whose probabilities agree: `w = min(r, cap)` if `|p - q| <= eps`.
+
+    The gradient of a loss token is `-adv_tau * A * W * (w grad log p_y - grad mu)`, where `mu`
+    is the sampler-expected score, plus `kl_tau * W * grad KL`; the value is
+    `-adv_tau * A * W * w`. Truncated importance sampling is `eps=1, max_importance_ratio=C`.
+
+    Args:
+        inputs: `LossInputs`, or any object with its fields; missing ones count as None.
+        adv_tau: the factor of the advantages.
+        score_centering: subtract the sampler-expected score, on rejected tokens too.
+        kl_tau: the factor of the sampler KL; 0 computes none.
+        kl: "forward" `KL(q || p)`, "reverse" `KL(p || q)`, or "squared" `(log r)**2`.
+        eps: the largest difference of the probabilities p and q that keeps a token.
+        max_importance_ratio: the cap of the ratio `r = p / q`.
+
+    Returns:
+        LossOutputs; `loss` is the sum over loss tokens: divide by the global token count.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, or an option out of range. A
+            loss token with evidence that no number may come of (a FAILED row, probabilities
+            that are not finite or do not add up to 1) is NaN.
+
+    Source: ipo of prime-rl; score centering: arXiv 2609.20807.
+
+    Example:
+        >>> logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+        >>> on = torch.ones(2, dtype=torch.bool)
+        >>> out = ipo_loss(LossInputs(logp, logp.detach(), torch.tensor([1.0, -1.0]), on))
+        >>> out.per_token_loss.tolist()
+        [-1.0, 1.0]
+    """
+    if not eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
+    if not max_importance_ratio > 0:
+        raise ValueError(f"max_importance_ratio must be above 0, got {max_importance_ratio}")
+    rule = Ipo(eps, max_importance_ratio)
+    return _loss(inputs, rule, adv_tau, score_centering, kl_tau, kl)
+
+
+def icepop_loss(
+    inputs: Any,
+    *,
+    adv_tau: float = 1.0,
+    score_centering: bool = True,
+    kl_tau: float = 0.0,
+    kl: Direction = "forward",
+    ratio_low: float = 0.2,
+    ratio_high: float = 5.0,
+) -> LossOutputs:
+    """The ratio loss on tokens whose ratio is in range: `w = r` if `low <= r <= high`, else 0.
+
+    Gradient, value, other arguments, errors: as `ipo_loss`.
+
+    Args:
+        inputs, adv_tau, score_centering, kl_tau, kl: as `ipo_loss`.
+        ratio_low, ratio_high: the inclusive bounds of the ratio `r = p / q`.
+
+    Source: IcePop, arXiv 2510.18855; score centering: arXiv 2609.20807.
+
+    Example:
+        >>> logp = torch.tensor([-1.0], requires_grad=True)
+        >>> on = torch.ones(1, dtype=torch.bool)
+        >>> inputs = LossInputs(logp, torch.tensor([-9.0]), torch.ones(1), on)
+        >>> float(icepop_loss(inputs).metrics["is_masked"])
+        1.0
+    """
+    if not 0 <= ratio_low <= ratio_high:
+        raise ValueError(
+            f"ratio_low and ratio_high must be 0 <= low <= high, got {ratio_low}, {ratio_high}"
+        )
+    if ratio_high == 0:
+        raise ValueError("ratio_high must be above 0, got 0")
+    rule = IcePop(ratio_low, ratio_high)
+    return _loss(inputs, rule, adv_tau, score_centering, kl_tau, kl)
+
+
+def reinforce_loss(
+    inputs: Any,
+    *,
+    adv_tau: float = 1.0,
+    score_centering: bool = True,
+    kl_tau: float = 0.0,
+    kl: Direction = "forward",
+) -> LossOutputs:
+    """The loss without an importance weight, `w = 1`; its value is `-adv_tau * A * W * log p`.
+
+    Gradient, arguments, errors: as `ipo_loss`.
+
+    Source: REINFORCE (Williams, 1992); score centering: arXiv 2609.20807.
+
+    Example:
+        >>> logp = torch.tensor([-1.0], requires_grad=True)
+        >>> on = torch.ones(1, dtype=torch.bool)
+        >>> out = reinforce_loss(LossInputs(logp, torch.tensor([-9.0]), torch.ones(1), on))
+        >>> float(out.loss)
+        1.0
+    """
+    return _loss(inputs, Reinforce(), adv_tau, score_centering, kl_tau, kl)
+
+
+def _loss(
+    inputs: Any, rule: Rule, adv_tau: float, score_centering: bool, kl_tau: float, kl: Direction
+) -> LossOutputs:
+    if kl not in ("forward", "reverse", "squared"):
+        raise ValueError(f'kl must be "forward", "reverse" or "squared", got {kl!r}')
+    tokens = read_tokens(inputs)
+    evidence = read_evidence(inputs, tokens)
+    table = MetricTable()
+    weight, kept = rule(tokens.log_p.detach(), tokens.log_q)
+    token_metrics(table, tokens, kept)
+    value = tokens.log_p.detach() if isinstance(rule, Reinforce) else weight
+    objective = value + weight * score(tokens.log_p)
+    centering = expected_score(rule, evidence)
+    centering_metrics(table, tokens, evidence, centering)
+    if score_centering:
+        objective = objective - centering.term
+    per_token = -adv_tau * tokens.advantages * tokens.weights * objective
+    divergence = torch.zeros_like(tokens.log_q)
+    if kl_tau != 0:
+        divergence = sampler_kl(kl, tokens, evidence)
+        per_token = per_token + kl_tau * tokens.weights * divergence
+    table.mean("sampler_kl", divergence.detach(), tokens.mask & (kl_tau != 0))
+    # What is bad is NaN in value and in gradient; the others get 0 of both.
+    bad = evidence.bad | ~(tokens.log_p.detach().isfinite() & tokens.log_q.isfinite())
+    poison = torch.where(bad, torch.nan, 0.0).to(per_token.dtype)
+    per_token = torch.where(tokens.mask, per_token + poison * tokens.log_p, 0.0)
+    return LossOutputs(
+        loss=per_token.sum(),
+        metrics=table.values,
+        metric_counts=table.counts,
+        per_token_loss=per_token.reshape(inputs.loss_mask.shape),
+    )

@@ -1,0 +1,121 @@
+"""The head in plain PyTorch and autograd: the definition every fast path is held to."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rl_loss.logits import HeadRows, LogitTransform, accumulation_dtype
+from rl_loss.segments import segment_logsumexp, segment_sum
+from rl_loss.support import RowKind
+
+# The most elements of a gathered block of weight rows, or of a block of logits.
+_BLOCK = 2**23
+
+
+def reference_lm_head(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    rows: HeadRows,
+    transform: LogitTransform,
+    entropy: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Log-probabilities `[N]`, of support entries `[nnz]`, of tails `[N]`, and entropy `[N]`.
+
+    Blocks of rows are computed one after another and again in the backward, so that neither
+    holds logits over the vocabulary, or gathered weight rows, of more than one block.
+    """
+    dtype = accumulation_dtype(hidden, weight)
+    n, nnz = len(rows), rows.support.nnz
+    entry_rows = rows.support.entry_rows
+    new = torch.zeros(n, dtype=dtype, device=hidden.device)
+    out = {
+        "logprobs": new,
+        "support": new.new_zeros(nnz).masked_fill(rows.broken[entry_rows], torch.nan),
+        "tail": new.masked_fill(rows.active, -torch.inf).masked_fill(rows.broken, torch.nan),
+        "entropy": new.masked_fill(rows.broken, torch.nan),
+    }
+
+    def put(name: str, at: Tensor, value: Tensor) -> None:
+        out[name] = out[name].index_copy(0, at, value)
+
+    def block(function, chosen: Tensor) -> tuple[Tensor, ...]:
+        args = (hidden, weight, bias, rows, transform, chosen)
+        if not torch.is_grad_enabled():
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False)
+
+    # Broken rows are NaN in value and, through the product, in gradient.
+    broken = rows.broken.nonzero()[:, 0]
+    put("logprobs", broken, hidden[broken].to(dtype).sum(-1) * torch.nan)
+    widths = rows.support.offsets.diff()
+    for chosen in _blocks(rows.gathered, widths[rows.gathered] * hidden.shape[1]):
+        entries, _ = rows.entries(chosen)
+        logprobs, support, tail, uncertainty = block(_gathered, chosen)
+        put("logprobs", chosen, logprobs)
+        put("support", entries, support)
+        put("tail", chosen, tail)
+        if entropy == "support":
+            put("entropy", chosen, uncertainty)
+    sizes = torch.full((n,), weight.shape[0])
+    for chosen in _blocks(rows.dense, sizes[: len(rows.dense)]):
+        entries, _ = rows.entries(chosen)
+        logprobs, support, tail, uncertainty = block(_dense, chosen)
+        put("logprobs", chosen, logprobs)
+        put("support", entries, support)
+        put("tail", chosen, tail)
+        if entropy is not None:
+            put("entropy", chosen, uncertainty)
+    if entropy == "full":
+        for chosen in _blocks(rows.gathered, sizes[: len(rows.gathered)]):
+            put("entropy", chosen, block(_dense, chosen)[3])
+    assert out["support"].shape == (nnz,)
+    return out["logprobs"], out["support"], out["tail"], out["entropy"] if entropy else None
+
+
+def _blocks(rows: Tensor, sizes: Tensor) -> Iterator[Tensor]:
+    """Cuts rows into runs of at most `_BLOCK` elements, one row at the least."""
+    block = (sizes.cpu().cumsum(0) - sizes.cpu()) // _BLOCK
+    return iter(rows.split(torch.unique_consecutive(block, return_counts=True)[1].tolist()))
+
+
+def _gathered(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ...]:
+    """Rows normalised over their supports."""
+    dtype, n = accumulation_dtype(hidden, weight), len(chosen)
+    entries, place = rows.entries(chosen)
+    ids = rows.support.ids[entries].long()
+    products = hidden[chosen].to(dtype)[place] * weight[ids].to(dtype)
+    at_ids = None if bias is None else bias[ids]
+    z = transform(products.sum(-1), at_ids, rows.inv_temperature[chosen][place])
+    logprobs = z - segment_logsumexp(z, place, n)[place]
+    label = ids == rows.labels[chosen][place]
+    unknown = ~rows.support.known[entries]
+    return (
+        segment_sum(torch.where(label, logprobs, 0.0), place, n),
+        logprobs,
+        segment_logsumexp(logprobs[unknown], place[unknown], n),
+        -segment_sum(logprobs.exp() * logprobs, place, n),
+    )
+
+
+def _dense(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ...]:
+    """Rows normalised over the vocabulary."""
+    dtype, n = accumulation_dtype(hidden, weight), len(chosen)
+    entries, place = rows.entries(chosen)
+    ids = rows.support.ids[entries].long()
+    raw = hidden[chosen].to(dtype) @ weight.to(dtype).T
+    z = transform(raw, bias, rows.inv_temperature[chosen, None])
+    logprobs = z.log_softmax(-1)
+    known = rows.support.known[entries]
+    outside = torch.ones_like(logprobs, dtype=torch.bool)
+    outside[place[known], ids[known]] = False
+    outside &= (rows.support.kind[chosen] == RowKind.HEAD)[:, None]
+    row, column = outside.nonzero(as_tuple=True)
+    return (
+        logprobs.gather(1, rows.labels[chosen, None])[:, 0],
+        logprobs[place, ids],
+        segment_logsumexp(logprobs[row, column], row, n),
+        -(logprobs.exp() * logprobs).sum(-1),
+    )

@@ -1,0 +1,169 @@
+"""The value checks of `Support.validate`: each names the argument, the row and the value."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rl_loss.support import TOLERANCE, RowKind, Support, first_row, rows_of_entries
+
+
+def _check(bad: Tensor, message: Callable[[int], str]) -> None:
+    if bad.any():
+        raise ValueError(message(first_row(bad)))
+
+
+def check_recorded(support: Support, active: Tensor | None) -> None:
+    """Refuses active rows that the sampler failed to record or left empty (host tensors)."""
+    kind, widths = support.host.kind, support.host.offsets.diff()
+    on = torch.ones(len(kind), dtype=torch.bool) if active is None else active.reshape(-1)
+    _check(
+        on & (kind == RowKind.FAILED),
+        lambda i: (
+            f"support: row {i} is active but the sampler failed to record it (count -1); "
+            "set it inactive or sample it again"
+        ),
+    )
+    _check(
+        on & (kind > RowKind.NONE) & (widths == 0),
+        lambda i: f"support: row {i} is active, of kind {RowKind(int(kind[i])).name}, and empty",
+    )
+
+
+def check_labels(
+    labels: Tensor, vocab_size: int, support: Support | None, active: Tensor | None
+) -> None:
+    """Refuses active labels outside the vocabulary or their REPLAY row (host tensors)."""
+    labels = labels.reshape(-1)
+    on = torch.ones_like(labels, dtype=torch.bool) if active is None else active.reshape(-1)
+    _check(
+        on & ((labels < 0) | (labels >= vocab_size)),
+        lambda i: f"labels[{i}] is {int(labels[i])}, outside [0, {vocab_size})",
+    )
+    if support is None:
+        return
+    rows = support.entry_rows
+    held = torch.zeros_like(on)
+    held[rows[support.ids == labels[rows]]] = True
+    widths = support.host.offsets.diff()
+    _check(
+        on & (support.kind == RowKind.REPLAY) & ~held,
+        lambda i: (
+            f"labels[{i}] is {int(labels[i])}, which its REPLAY row ({int(widths[i])} ids) "
+            "does not hold"
+        ),
+    )
+
+
+def check_ids(support: Support, vocab_size: int, active: Tensor | None) -> None:
+    """Refuses ids outside the vocabulary in active rows (host tensors)."""
+    rows = support.entry_rows
+    outside = support.ids >= vocab_size
+    if active is not None:
+        outside &= active.reshape(-1)[rows]
+    _check(
+        outside,
+        lambda e: (
+            f"support: id {int(support.ids[e])} in row {int(rows[e])} is outside "
+            f"[0, {vocab_size}); was it recorded with another vocabulary?"
+        ),
+    )
+
+
+def validate_support(
+    support: Support,
+    labels: Tensor,
+    vocab_size: int,
+    active: Tensor | None,
+    inference_logprobs: Tensor | None,
+) -> None:
+    """See `Support.validate`."""
+    support, n = support.to("cpu"), len(support)
+    for name, tensor in {
+        "labels": labels,
+        "active": active,
+        "inference_logprobs": inference_logprobs,
+    }.items():
+        if tensor is not None and tensor.numel() != n:
+            raise ValueError(f"{name} must have {n} rows, got {tuple(tensor.shape)}")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels must be integers, got {labels.dtype}")
+    if active is not None and active.dtype != torch.bool:
+        raise ValueError(f"active must be bool, got {active.dtype}")
+    labels = labels.reshape(-1).cpu()
+    on = torch.ones(n, dtype=torch.bool) if active is None else active.reshape(-1).cpu()
+    check_recorded(support, on)
+    check_ids(support, vocab_size, on)
+    check_labels(labels, vocab_size, support, on)
+    _check_probabilities(support, on)
+    _check_uniform(support, vocab_size, on)
+    if inference_logprobs is not None:
+        reported = inference_logprobs.detach().reshape(-1).float().cpu()
+        _check_reported(support, labels, reported, on)
+
+
+def _check_probabilities(support: Support, on: Tensor) -> None:
+    kind, rows = support.kind, rows_of_entries(support.offsets, support.nnz)
+    logq, tail = support.sampler_logprobs, support.sampler_tail_mass
+    read = on[rows] & support.known
+    _check(
+        read & ~((logq > -math.inf) & (logq <= TOLERANCE)),
+        lambda e: (
+            f"sampler_logprobs of id {int(support.ids[e])} in row {int(rows[e])} must be finite "
+            f"and at most 0, got {float(logq[e]):.6g}"
+        ),
+    )
+    _check(
+        on[rows] & (kind[rows] == RowKind.DRAWS) & ~support.known,
+        lambda e: f"known must be True for every draw, got False in row {int(rows[e])}",
+    )
+    q = torch.where(read, logq.double().exp(), 0.0)
+    total = tail.double().index_add(0, rows, q)
+    sums = on & ((kind == RowKind.REPLAY) | (kind == RowKind.HEAD))
+    _check(
+        sums & ~((total - 1).abs() <= TOLERANCE),
+        lambda i: (
+            f"support: the known q and sampler_tail_mass of row {i} must add up to 1 within "
+            f"{TOLERANCE}, got {float(total[i] - tail[i]):.6f} + {float(tail[i]):.6f}"
+        ),
+    )
+    _check(
+        sums & ~((tail >= -TOLERANCE) & (tail <= 1 + TOLERANCE)),
+        lambda i: f"sampler_tail_mass must be in [0, 1], got {float(tail[i]):.6g} in row {i}",
+    )
+
+
+def _check_uniform(support: Support, vocab_size: int, on: Tensor) -> None:
+    rows = rows_of_entries(support.offsets, support.nnz)
+    uniform = (support.sampler_logprobs + math.log(vocab_size)).abs() < 1e-5
+    zeros = torch.zeros(len(on), dtype=torch.int64)
+    known = zeros.index_add(0, rows, support.known.long())
+    alike = zeros.index_add(0, rows, (support.known & uniform).long())
+    _check(
+        on & (known > 1) & (alike == known),
+        lambda i: (
+            f"sampler_logprobs of row {i} all are -log V = {-math.log(vocab_size):.4f}: has the "
+            "engine loaded its weights?"
+        ),
+    )
+
+
+def _check_reported(support: Support, labels: Tensor, reported: Tensor, on: Tensor) -> None:
+    _check(
+        on & ~((reported > -math.inf) & (reported <= TOLERANCE)),
+        lambda i: (
+            f"inference_logprobs[{i}] must be finite and at most 0, got {float(reported[i]):.6g}"
+        ),
+    )
+    rows = rows_of_entries(support.offsets, support.nnz)
+    gap = (support.sampler_logprobs - reported[rows]).abs()
+    label = on[rows] & support.known & (support.ids == labels[rows])
+    _check(
+        label & (gap > TOLERANCE),
+        lambda e: (
+            f"inference_logprobs[{int(rows[e])}] is {float(reported[rows[e]]):.6f}, but the row's "
+            f"entry of its label says {float(support.sampler_logprobs[e]):.6f}: raw instead of "
+            "processed log-probabilities?"
+        ),
+    )
