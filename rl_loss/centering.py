@@ -17,7 +17,7 @@ class Centering(NamedTuple):
     """The expected score of every row."""
 
     term: Tensor  # [N] no value, the gradient of mu
-    l1: Tensor  # [N] the L1 norm of that gradient with respect to the row's logits
+    l1: Tensor  # [N] the L1 norm of that gradient by the row's logits, on rows with known q
     inexact: Tensor  # [N] bool: the tail's model may differ from the rule token by token
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_loss.logits import HeadRows, LogitTransform, accumulation_dtype
+from rl_loss.head_rows import HeadRows
+from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.support import RowKind
 
 _CHUNK = 2**24  # the most logits that are held at a time

@@ -40,9 +40,9 @@ class Evidence:
     rows: Tensor | None  # [E] each entry's row; None where entries are padded [N, K]
     kind: Tensor  # [N] int8
     usable: Tensor  # [N] bool: a loss row of which some entry is valid
-    log_p_tail: Tensor  # [N] with gradient, 0 where `has_tail` is not set
-    log_q_tail: Tensor  # [N], 0 likewise
-    has_tail: Tensor  # [N] bool: both put some mass outside the known ids
+    log_p_tail: Tensor  # [N] with gradient, 0 where p puts nothing outside the known ids
+    log_q_tail: Tensor  # [N], 0 where q puts nothing there
+    has_tail: Tensor  # [N] bool: both put some mass there
     q_tail: Tensor  # [N]
     p_tail: Tensor  # [N]
     bad: Tensor  # [N] bool: loss rows with evidence that no number may come of
@@ -143,17 +143,21 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     modelled = usable & (kind != RowKind.DRAWS)
     q_tail = torch.zeros(n, dtype=dtype, device=device) if mass is None else mass
     q_tail = torch.where(modelled, q_tail, 0.0)
-    log_p_tail = _trainer_tail(inputs, log_p, valid, rows, modelled & (q_tail > 0))
+    wanted = modelled & ((q_tail > 0) | (kind == RowKind.HEAD))
+    log_p_tail = _trainer_tail(inputs, log_p, valid, rows, wanted)
     # An inactive or absent tail is replaced before any arithmetic, so that it has no gradient.
     some = modelled & (log_p_tail.detach() > -torch.inf)
     p_tail = torch.where(some, log_p_tail.detach(), -torch.inf).exp()
     has_tail = some & (q_tail > 0)
-    bad = (kind == RowKind.FAILED) | q_tail.isnan() | (modelled & log_p_tail.detach().isnan())
-    wrong = valid & ~(log_q.isfinite() & log_p.detach().isfinite())
-    bad = bad | (_sum(wrong.to(dtype), rows, n) > 0)
+    total = q_tail + _sum(torch.where(valid, log_q.exp(), 0.0), rows, n)
+    wrong = valid & ~(log_q.isfinite() & (log_q <= TOLERANCE) & log_p.detach().isfinite())
+    if rows is not None:  # in padded rows an entry without q cannot be told from padding
+        wrong |= ~valid & _at(kind == RowKind.DRAWS, rows, len(valid))
+    bad = (kind == RowKind.FAILED) | (_sum(wrong.to(dtype), rows, n) > 0)
+    bad |= modelled & (log_p_tail.detach().isnan() | ~(q_tail >= -TOLERANCE))
+    bad |= modelled & ~(total <= 1 + TOLERANCE)
     if mass is not None:
-        total = q_tail + _sum(torch.where(valid, log_q.exp(), 0.0), rows, n)
-        bad = bad | (modelled & ~((total - 1).abs() <= TOLERANCE))
+        bad |= modelled & ~(total >= 1 - TOLERANCE)
     return Evidence(
         valid=valid,
         log_p=log_p,
@@ -161,8 +165,8 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
         rows=rows,
         kind=kind,
         usable=usable,
-        log_p_tail=torch.where(has_tail, log_p_tail, 0.0),
-        log_q_tail=torch.where(has_tail, q_tail, 1.0).log(),
+        log_p_tail=torch.where(some, log_p_tail, 0.0),
+        log_q_tail=torch.where(q_tail > 0, q_tail, 1.0).log(),
         has_tail=has_tail,
         q_tail=q_tail.clamp(min=0),
         p_tail=p_tail,

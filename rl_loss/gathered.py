@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_loss.logits import HeadRows, LogitTransform, accumulation_dtype
+from rl_loss.head_rows import HeadRows
+from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.segments import segment_logsumexp, segment_sum
 
 # The most elements of a gathered block of weight rows, where no sparse product exists.

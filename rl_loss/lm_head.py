@@ -1,7 +1,5 @@
 """The LM head that computes the logits a loss reads, and no others."""
 
-import math
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,11 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from rl_loss.dense import Dense, dense_bwd, dense_fwd
 from rl_loss.gathered import Gathered, gathered_bwd, gathered_fwd, scattered_products
-from rl_loss.logits import HeadRows, LogitTransform, accumulation_dtype
+from rl_loss.head_rows import HeadRows, check_options, flat_rows, local_tensor
 from rl_loss.reference import reference_lm_head
 from rl_loss.segments import segment_sum
-from rl_loss.support import RowKind, Support, first_row
-from rl_loss.validation import check_ids, check_labels, check_recorded
+from rl_loss.support import RowKind, Support
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,9 @@ def fused_lm_head(
         >>> bool(out.support_logprobs.exp().sum() - 1 < 1e-6)
         True
     """
-    weight, bias = _local("weight", weight), _local("bias", bias)
-    transform = _check_options(hidden, softcap, logit_scale, entropy, impl, process_group)
-    flat, rows = _flat_rows(hidden, weight, labels, support, temperature, bias, active)
+    weight, bias = local_tensor("weight", weight), local_tensor("bias", bias)
+    transform = check_options(hidden, softcap, logit_scale, entropy, impl, process_group)
+    flat, rows = flat_rows(hidden, weight, labels, support, temperature, bias, active)
     with torch.autocast(hidden.device.type, enabled=False):
         if impl == "reference":
             out = reference_lm_head(flat, weight, bias, rows, transform, entropy)
@@ -253,168 +250,3 @@ def _outputs(
         out.masked_fill_(rows.broken, torch.nan)
     support_logprobs.masked_fill_(rows.broken[rows.support.entry_rows], torch.nan)
     return logprobs, support_logprobs, tail, uncertainty if entropy else None
-
-
-# --- checks ---
-
-
-def _local(name: str, tensor: Tensor | None) -> Tensor | None:
-    """The tensor itself, or what a replicated DTensor holds; a sharded one is refused."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if tensor is None or module is None or not isinstance(tensor, module.DTensor):
-        return tensor
-    if not all(placement.is_replicate() for placement in tensor.placements):
-        raise ValueError(
-            f"{name} must not be a sharded DTensor, got placements {tensor.placements}: call the "
-            "head inside its FSDP module, where the weight is gathered"
-        )
-    return tensor.to_local()
-
-
-def _check_options(
-    hidden: Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    entropy: str | None,
-    impl: str,
-    process_group: Any,
-) -> LogitTransform:
-    if impl not in ("auto", "reference", "triton"):
-        raise ValueError(f'impl must be "auto", "reference" or "triton", got {impl!r}')
-    if impl == "triton" or (impl == "auto" and hidden.device.type != "cpu"):
-        raise ValueError(
-            f'impl={impl!r} has no kernels for {hidden.device.type} tensors yet; use "reference"'
-        )
-    if process_group is not None:
-        raise ValueError("process_group: vocabulary-parallel weights are not supported yet")
-    if entropy not in (None, "support", "full"):
-        raise ValueError(f'entropy must be None, "support" or "full", got {entropy!r}')
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be above 0 and finite, got {softcap}")
-    if not math.isfinite(logit_scale):
-        raise ValueError(f"logit_scale must be finite, got {logit_scale}")
-    return LogitTransform(softcap, float(logit_scale))
-
-
-def _flat_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    support: Support | None,
-    temperature: float | Tensor,
-    bias: Tensor | None,
-    active: Tensor | None,
-) -> tuple[Tensor, HeadRows]:
-    """Checks the arguments and flattens them to N rows, neutral where inactive."""
-    shape, n, device = labels.shape, labels.numel(), hidden.device
-    vocab_size = _check_tensors(hidden, weight, labels, support, bias, active)
-    support = Support.empty(n, device=device) if support is None else support
-    if active is None or active.device.type == "cpu":
-        check_recorded(support, active)
-    on_device = active
-    if active is None:
-        on_device = torch.ones(shape, dtype=torch.bool, device=device)
-    on_device = on_device.to(device, non_blocking=True).reshape(n)
-    inv_temperature = _inv_temperature(temperature, hidden, weight, shape, on_device)
-    if device.type == "cpu":
-        check_ids(support, vocab_size, on_device)
-        check_labels(labels, vocab_size, support, on_device)
-        broken = torch.zeros(n, dtype=torch.bool)
-    else:
-        broken = _broken(labels.reshape(n), support, vocab_size, on_device, inv_temperature)
-    usable = on_device & ~broken
-    rows = HeadRows(
-        labels=torch.where(usable, labels.reshape(n), 0).long(),
-        inv_temperature=torch.where(usable, inv_temperature, 1.0),
-        active=on_device,
-        broken=broken,
-        support=support,
-    )
-    return hidden.reshape(n, hidden.shape[-1]), rows
-
-
-def _check_tensors(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    support: Support | None,
-    bias: Tensor | None,
-    active: Tensor | None,
-) -> int:
-    for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
-        if tensor is not None and not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
-    if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden and weight must be [..., H] and [V, H], got {tuple(hidden.shape)} and "
-            f"{tuple(weight.shape)}"
-        )
-    if labels.dtype == torch.bool or labels.is_floating_point():
-        raise ValueError(f"labels must be integers, got {labels.dtype}")
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"labels must be {tuple(hidden.shape[:-1])} as hidden, got {tuple(labels.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
-    if support is not None and len(support) != labels.numel():
-        raise ValueError(f"support must have {labels.numel()} rows, got {len(support)}")
-    if active is not None and (active.dtype != torch.bool or active.shape != labels.shape):
-        raise ValueError(
-            f"active must be bool {tuple(labels.shape)}, got {active.dtype} {tuple(active.shape)}"
-        )
-    for name, tensor in {
-        "weight": weight,
-        "labels": labels,
-        "support": support,
-        "bias": bias,
-    }.items():
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name} must be on {hidden.device} as hidden, got {tensor.device}")
-    if active is not None and active.device.type != "cpu" and active.device != hidden.device:
-        raise ValueError(f"active must be on {hidden.device} or the host, got {active.device}")
-    return weight.shape[0]
-
-
-def _inv_temperature(
-    temperature: float | Tensor, hidden: Tensor, weight: Tensor, shape: torch.Size, on: Tensor
-) -> Tensor:
-    """`1 / T`, `[N]`; a bad T on a device gives NaN."""
-    dtype = accumulation_dtype(hidden, weight)
-    if not isinstance(temperature, Tensor):
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
-        return torch.full((len(on),), 1.0 / temperature, dtype=dtype, device=hidden.device)
-    if temperature.requires_grad:
-        raise ValueError("temperature must not require a gradient: the head gives it none")
-    if temperature.device != hidden.device:
-        raise ValueError(
-            f"temperature must be on {hidden.device} as hidden, got {temperature.device}"
-        )
-    if temperature.dim() and temperature.shape != shape:
-        raise ValueError(
-            f"temperature must be one value or {tuple(shape)}, got {tuple(temperature.shape)}"
-        )
-    temperature = temperature.to(dtype).expand(shape).reshape(-1)
-    good = (temperature > 0) & (temperature < torch.inf)
-    bad = on & ~good
-    if not temperature.is_cuda and bad.any():
-        row = first_row(bad)
-        raise ValueError(
-            f"temperature must be above 0 and finite, got {float(temperature[row])} in row {row}"
-        )
-    return torch.where(good, 1.0 / torch.where(good, temperature, 1.0), torch.nan)
-
-
-def _broken(
-    labels: Tensor, support: Support, vocab_size: int, active: Tensor, inv_temperature: Tensor
-) -> Tensor:
-    """The active rows that break a rule of `Support.validate` or of the head, `[N]`, on any device."""
-    rows, n = support.entry_rows, len(labels)
-    outside = segment_sum((support.ids >= vocab_size).int(), rows, n) > 0
-    held = segment_sum((support.ids == labels[rows]).int(), rows, n) > 0
-    kind = support.kind
-    bad = (labels < 0) | (labels >= vocab_size) | inv_temperature.isnan() | outside
-    bad |= (kind == RowKind.FAILED) | ((kind == RowKind.REPLAY) & ~held)
-    bad |= (kind > RowKind.NONE) & (support.offsets.diff() == 0)
-    return active & bad

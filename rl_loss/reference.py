@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rl_loss.logits import HeadRows, LogitTransform, accumulation_dtype
+from rl_loss.head_rows import HeadRows
+from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.segments import segment_logsumexp, segment_sum
 from rl_loss.support import RowKind
 

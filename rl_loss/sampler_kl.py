@@ -31,7 +31,7 @@ def sampler_kl(direction: Direction, tokens: Tokens, evidence: Evidence) -> Tens
     known = evidence.sum(torch.where(evidence.valid, value + slope * score(evidence.log_p), 0.0))
     value, slope = _exact(direction, evidence.log_p_tail.detach(), evidence.log_q_tail)
     tail = value + slope * score(evidence.log_p_tail)
-    known = known + torch.where(evidence.has_tail, tail, 0.0)
+    known = known + torch.where(evidence.has_tail, tail, _one_sided(direction, evidence))
     return torch.where(evidence.modelled, known, torch.where(evidence.drawn, drawn, row))
 
 
@@ -42,6 +42,18 @@ def _exact(direction: Direction, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, 
         return q * (log_q - log_p), -q
     p = log_p.exp()
     return p * (log_p - log_q), p * (log_p - log_q + 1)
+
+
+def _one_sided(direction: Direction, evidence: Evidence) -> Tensor:
+    """The part of a tail on which only one of p and q puts mass, where KL would be infinite.
+
+    The sum over the known ids alone could be negative, and would push p's mass into the tail.
+    The unnormalised divergence, `p log(p / q) - p + q` summed, is finite: it adds the mass itself.
+    """
+    if direction == "reverse":
+        lost = evidence.p_tail * (1 + score(evidence.log_p_tail))
+        return torch.where(evidence.q_tail > 0, 0.0, lost)
+    return torch.where(evidence.p_tail > 0, 0.0, evidence.q_tail)
 
 
 def _estimate(direction: Direction, log_ratio: Tensor) -> tuple[Tensor, Tensor]:

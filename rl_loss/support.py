@@ -53,14 +53,25 @@ def _offsets_of(counts: Tensor) -> Tensor:
 
 def _per_row(name: str, value: Any, n: int, dtype: torch.dtype, device: Any) -> Tensor:
     """One value or one a row, as a tensor `[n]`."""
-    tensor = torch.as_tensor(value, device=device)
+    tensor = torch.as_tensor(value)
+    if tensor.numel() == 0:
+        tensor = tensor.to(dtype)  # torch takes an empty list for float32
     if tensor.dtype == torch.bool or (not dtype.is_floating_point and tensor.is_floating_point()):
         raise ValueError(f"{name} must convert to {dtype}, got {tensor.dtype}")
     if tensor.dim() == 0:
         tensor = tensor.expand(n)
     if tensor.shape != (n,):
         raise ValueError(f"{name} must be one value or one a row [{n}], got {tuple(tensor.shape)}")
-    return tensor.to(dtype).contiguous()
+    if dtype == torch.int8 and tensor.dtype != dtype:
+        _check_kind(tensor.cpu())  # before the conversion, which wraps around
+    return tensor.to(device, dtype).contiguous()
+
+
+def _check_kind(kind: Tensor) -> None:
+    bad = (kind < RowKind.FAILED) | (kind > RowKind.DRAWS)
+    if bad.any():
+        row = first_row(bad)
+        raise ValueError(f"kind must be a RowKind (-1 to 3), got {int(kind[row])} in row {row}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,9 +279,17 @@ class Support:
         ids, logprobs = ids.reshape(n, ids.shape[-1]), logprobs.reshape(n, ids.shape[-1])
         held = ids != -1
         kind = _per_row("kind", kind, n, torch.int8, ids.device)
-        logprobs = logprobs[held].float()
+        tokens, logprobs = ids[held].to(torch.int64), logprobs[held].float()
+        bad = _outside_int32(tokens).cpu()
+        if bad.any():
+            at = first_row(bad)
+            raise ValueError(
+                f"ids must be in [0, 2**31), or -1 at padding, got {int(tokens[at])} "
+                f"in row {int(held.nonzero()[at, 0])}"
+            )
         known = ~logprobs.isnan()
-        return cls._build(_int32(ids[held]), logprobs, known, held.sum(-1), kind, tail_mass)
+        tokens = tokens.to(torch.int32)
+        return cls._build(tokens, logprobs, known, held.sum(-1), kind, tail_mass)
 
     @classmethod
     def from_vllm(cls, mask: Any, logprobs: Any = None) -> "Support":
@@ -479,13 +498,13 @@ class Support:
         return (unknown == 0) & (self.offsets.diff() > 0)
 
     def _check_form(self) -> None:
-        nnz, n = self.ids.shape[0] if self.ids.dim() else -1, len(self.kind)
+        nnz, n = self.ids.numel(), self.kind.numel()
         wanted = {
             "ids": (torch.int32, (nnz,)),
             "sampler_logprobs": (torch.float32, (nnz,)),
             "known": (torch.bool, (nnz,)),
-            "offsets": (torch.int64, (n + 1,)),
             "kind": (torch.int8, (n,)),
+            "offsets": (torch.int64, (n + 1,)),
             "sampler_tail_mass": (torch.float32, (n,)),
         }
         for name, (dtype, shape) in wanted.items():
@@ -512,10 +531,7 @@ class Support:
 
     def _check_ids(self) -> None:
         kind, widths = self.host.kind, self.host.offsets.diff()
-        bad = (kind < RowKind.FAILED) | (kind > RowKind.DRAWS)
-        if bad.any():
-            row = first_row(bad)
-            raise ValueError(f"kind must be a RowKind (-1 to 3), got {int(kind[row])} in row {row}")
+        _check_kind(kind)
         bad = (kind <= RowKind.NONE) & (widths > 0)
         if bad.any():
             row = first_row(bad)
@@ -541,9 +557,9 @@ class Support:
                 )
 
 
-def _int32(ids: Tensor) -> Tensor:
-    """Ids as int32; what does not fit becomes -1 - which no check lets pass - never another id."""
-    return torch.where((ids < 0) | (ids > 2**31 - 1), -1, ids).to(torch.int32)
+def _outside_int32(ids: Tensor) -> Tensor:
+    """Where int64 ids are no ids: negative, or too large for int32."""
+    return (ids < 0) | (ids > 2**31 - 1)
 
 
 def _row_tensors(i: int, row: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -555,12 +571,14 @@ def _row_tensors(i: int, row: Any) -> tuple[Tensor, Tensor, Tensor]:
         )
     ids = torch.as_tensor(row[0])
     if ids.numel() == 0:
-        ids = ids.reshape(0).to(torch.int64)
+        ids = ids.reshape(0).to(torch.int64)  # torch takes an empty list for float32
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"rows[{i}]: ids must be integers [K], got {ids.dtype} {list(ids.shape)}")
-    if ((ids < 0) | (ids > 2**31 - 1)).any():
-        bad = int(ids[first_row((ids < 0) | (ids > 2**31 - 1))])
-        raise ValueError(f"rows[{i}]: ids must be in [0, 2**31), got {bad}")
+    ids = ids.to(torch.int64)
+    bad = _outside_int32(ids)
+    if bad.any():
+        at = first_row(bad)
+        raise ValueError(f"rows[{i}]: ids must be in [0, 2**31), got {int(ids[at])}")
     if row[1] is None:
         logprobs = torch.full(ids.shape, math.nan)
     else:

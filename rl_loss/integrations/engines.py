@@ -6,6 +6,7 @@ read by attribute or key.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rl_loss.support import RowKind, Support
@@ -35,7 +36,7 @@ def _id_rows(mask: Any, argument: str) -> list[Any]:
     bounds = [int(bound) for bound in offsets]
     if not bounds or bounds[0] != 0 or bounds[-1] != len(ids) or sorted(bounds) != bounds:
         raise ValueError(f"{argument}: offsets must rise from 0 to {len(ids)}, got {bounds}")
-    return [ids[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [ids[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _finite(logprob: float, row: int, token: int) -> float:
