@@ -1,0 +1,744 @@
+"""The losses against formulas written out by hand, token by token, in float64."""
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from factory import relative_error
+
+from rl_loss import (
+    LossInputs,
+    RowKind,
+    Support,
+    fused_lm_head,
+    icepop_loss,
+    ipo_loss,
+    reinforce_loss,
+)
+from rl_loss.metrics import combine_metrics
+
+LOSSES = {
+    "ipo": partial(ipo_loss, eps=0.12, max_importance_ratio=1.6),
+    "icepop": partial(icepop_loss, ratio_low=0.6, ratio_high=1.7),
+    "reinforce": reinforce_loss,
+}
+KINDS = ["replay", "incomplete", "ids only", "head", "draws", "none"]
+V = 7
+
+
+def hand_weight(name: str, log_p: float, log_q: float, tail: bool = False) -> float:
+    """The rules of the losses above."""
+    ratio = math.exp(log_p - log_q)
+    if name == "reinforce":
+        return 1.0
+    if name == "icepop":
+        return ratio if 0.6 <= ratio <= 1.7 else 0.0
+    if not tail and abs(math.exp(log_p) - math.exp(log_q)) > 0.12:
+        return 0.0
+    return min(ratio, 1.6)
+
+
+@dataclass
+class Row:
+    """One row with its logits and the sampler's whole distribution q over V."""
+
+    z: torch.Tensor
+    q: torch.Tensor
+    ids: list[int]
+    known: list[bool]
+    kind: RowKind
+    label: int = 0
+
+    def support(self) -> Support:
+        if self.kind == RowKind.NONE:
+            return Support.empty(1)
+        return Support.from_rows(
+            [(self.ids, self.q[self.ids].log(), self.known)],
+            kind=self.kind,
+            tail_mass=0.0 if self.kind == RowKind.DRAWS else max(0.0, 1 - self.known_mass()),
+        )
+
+    def known_mass(self) -> float:
+        return float(
+            self.q[[v for v, known in zip(self.ids, self.known, strict=True) if known]].sum()
+        )
+
+    def logp(self) -> torch.Tensor:
+        """log p over the row's normaliser, -inf outside it."""
+        kept = self.ids if self.kind == RowKind.REPLAY else list(range(V))
+        out = torch.full((V,), -torch.inf, dtype=torch.float64)
+        out[kept] = self.z[kept].log_softmax(0)
+        return out
+
+    def score(self, v: int) -> torch.Tensor:
+        """grad log p_v by the logits."""
+        grad = -self.logp().exp()
+        grad[v] += 1
+        return grad
+
+    def tail(self) -> list[int]:
+        kept = self.ids if self.kind == RowKind.REPLAY else range(V)
+        known = {v for v, k in zip(self.ids, self.known, strict=True) if k}
+        return [v for v in kept if v not in known]
+
+    def modelled_q(self) -> torch.Tensor:
+        """q with its tail replaced by p's tail rescaled."""
+        q, tail = self.q.clone(), self.tail()
+        if tail and self.kind in (RowKind.REPLAY, RowKind.HEAD):
+            p = self.logp().exp()[tail]
+            q[tail] = (1 - self.known_mass()) * p / p.sum()
+        return q
+
+
+def make_row(name: str, seed: int) -> Row:
+    g = torch.Generator().manual_seed(seed)
+    z = torch.randn(V, generator=g, dtype=torch.float64) * 1.5
+    q = (z + 0.6 * torch.randn(V, generator=g, dtype=torch.float64)).softmax(0)
+    ids = torch.randperm(V, generator=g)[:5].tolist()
+    known = [True] * 5
+    kind = RowKind.REPLAY
+    if name in ("replay", "incomplete", "ids only"):
+        inside = torch.zeros(V, dtype=torch.float64)
+        inside[ids] = q[ids] / q[ids].sum()
+        q = inside
+    if name == "incomplete":
+        known = [True, False, True, False, True]
+    if name == "ids only":
+        known = [False] * 5
+    if name == "head":
+        kind, ids, known = RowKind.HEAD, ids[:3], [True] * 3
+    if name == "draws":
+        kind = RowKind.DRAWS
+        ids = torch.multinomial(q, 4, replacement=True, generator=g).tolist()
+        known = [True] * 4
+    if name == "none":
+        kind, ids, known = RowKind.NONE, [], []
+    row = Row(z, q, ids, known, kind)
+    row.label = int(torch.multinomial(q, 1, generator=g))
+    return row
+
+
+def hand_centering(row: Row, rule: str) -> torch.Tensor:
+    logp, logq, total = row.logp(), row.q.log(), torch.zeros(V, dtype=torch.float64)
+    known = [v for v, k in zip(row.ids, row.known, strict=True) if k]
+    if row.kind == RowKind.DRAWS:
+        for v in row.ids:
+            total += hand_weight(rule, logp[v], logq[v]) * row.score(v) / len(row.ids)
+        return total
+    if not known:
+        return total
+    for v in known:
+        total += row.q[v] * hand_weight(rule, logp[v], logq[v]) * row.score(v)
+    tail = row.tail()
+    if tail:
+        q_tail, p = 1 - row.known_mass(), logp.exp()
+        p_tail = p[tail].sum()
+        score = sum(p[v] / p_tail * row.score(v) for v in tail)
+        weight = hand_weight(rule, p_tail.log(), math.log(q_tail), tail=True)
+        total += q_tail * weight * score
+    return total
+
+
+def hand_kl(row: Row, direction: str) -> tuple[float, torch.Tensor]:
+    """Value and gradient by the logits."""
+    logp, logq, grad = row.logp(), row.q.log(), torch.zeros(V, dtype=torch.float64)
+    known = [v for v, k in zip(row.ids, row.known, strict=True) if k]
+    if direction == "squared":
+        x = float(logp[row.label] - logq[row.label])
+        return x * x, 2 * x * row.score(row.label)
+    if row.kind in (RowKind.NONE, RowKind.DRAWS) or not known:
+        drawn, value = row.ids if row.kind == RowKind.DRAWS else [row.label], 0.0
+        for v in drawn:
+            x = float(logp[v] - logq[v])
+            if direction == "forward":
+                value += (math.exp(x) - 1 - x) / len(drawn)
+                grad += (math.exp(x) - 1) * row.score(v) / len(drawn)
+            else:
+                value += (x * math.exp(x) - math.exp(x) + 1) / len(drawn)
+                grad += x * math.exp(x) * row.score(v) / len(drawn)
+        return value, grad
+    tail, p, value = row.tail(), logp.exp(), 0.0
+    entries = [(p[v], row.q[v], row.score(v)) for v in known]
+    if tail:
+        p_tail = p[tail].sum()
+        score = sum(p[v] / p_tail * row.score(v) for v in tail)
+        entries.append((p_tail, torch.tensor(1 - row.known_mass()), score))
+    for p_v, q_v, score in entries:
+        if direction == "forward":
+            value += float(q_v * (q_v / p_v).log())
+            grad -= q_v * score
+        else:
+            value += float(p_v * (p_v / q_v).log())
+            grad += p_v * (p_v / q_v).log() * score
+    return value, grad
+
+
+def run(row: Row, loss, label: int, *, log_q: float, advantage: float = 1.0, weight: float = 1.0):
+    z = row.z[None].clone().requires_grad_()
+    support = row.support()
+    out = fused_lm_head(z, torch.eye(V, dtype=torch.float64), torch.tensor([label]), support)
+    inputs = LossInputs.from_head(
+        out,
+        support,
+        inference_logprobs=torch.tensor([log_q], dtype=torch.float64),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        loss_weights=torch.tensor([weight], dtype=torch.float64),
+    )
+    result = loss(inputs)
+    result.loss.backward()
+    return result, z.grad[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("direction", [None, "forward", "reverse", "squared"])
+@pytest.mark.parametrize("centering", [True, False], ids=["centered", "plain"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", LOSSES)
+def test_gradient_and_value_by_hand(rule, kind, centering, direction, seed):
+    row = make_row(kind, seed)
+    advantage, weight, adv_tau, kl_tau = -1.3, 0.7, 0.9, 0.4
+    log_p, log_q = float(row.logp()[row.label]), float(row.q[row.label].log())
+    w = hand_weight(rule, log_p, log_q)
+    grad = w * row.score(row.label)
+    if centering:
+        grad = grad - hand_centering(row, rule)
+    scale = adv_tau * advantage * weight
+    grad, value = -scale * grad, -scale * (log_p if rule == "reinforce" else w)
+    kl = {}
+    if direction is not None:
+        kl = {"kl_tau": kl_tau, "kl": direction}
+        kl_value, kl_grad = hand_kl(row, direction)
+        grad, value = grad + kl_tau * weight * kl_grad, value + kl_tau * weight * kl_value
+    loss = partial(LOSSES[rule], adv_tau=adv_tau, score_centering=centering, **kl)
+    result, got = run(row, loss, row.label, log_q=log_q, advantage=advantage, weight=weight)
+    # q reaches the loss in float32.
+    torch.testing.assert_close(got, grad, rtol=1e-5, atol=2e-6)
+    assert float(result.loss.detach()) == pytest.approx(value, rel=1e-5, abs=2e-6)
+
+
+def tail_gap(row: Row) -> float:
+    return float((row.logp().exp() - row.modelled_q()).abs()[row.tail()].max())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["replay", "incomplete", "head"])
+@pytest.mark.parametrize("rule", LOSSES)
+def test_expected_gradient_is_zero(rule, kind, seed):
+    """Every label under the modelled q, constant advantage: the law of centering."""
+    row = make_row(kind, seed)
+    while rule == "ipo" and row.tail() and tail_gap(row) > 0.12:
+        row = make_row(kind, seed := seed + 10)  # exact only where no tail token is rejected
+    q, loss = row.modelled_q(), LOSSES[rule]
+    total, size = torch.zeros(V, dtype=torch.float64), 0.0
+    for label in range(V):
+        if q[label] > 0:
+            _, grad = run(row, loss, label, log_q=float(q[label].log()))
+            total += q[label] * grad
+            size += float(q[label] * grad.abs().max())
+    assert float(total.abs().max()) < 1e-6
+    if rule == "reinforce":
+        assert size > 0.01
+
+
+@pytest.mark.parametrize("rule", LOSSES)
+def test_expected_gradient_of_draws_is_zero(rule):
+    """Every label and every pair of draws, each under q."""
+    row = make_row("draws", 1)
+    total = torch.zeros(V, dtype=torch.float64)
+    for label in range(V):
+        _, grad = run(
+            replace(row, kind=RowKind.NONE, ids=[], known=[]),
+            LOSSES[rule],
+            label,
+            log_q=float(row.q[label].log()),
+        )
+        total += row.q[label] * grad
+    for one in range(V):
+        for two in range(V):
+            pair = replace(row, ids=[one, two], known=[True, True])
+            _, centered = run(pair, LOSSES[rule], 0, log_q=float(row.q[0].log()))
+            _, plain = run(
+                pair,
+                partial(LOSSES[rule], score_centering=False),
+                0,
+                log_q=float(row.q[0].log()),
+            )
+            total += row.q[one] * row.q[two] * (centered - plain)
+    assert float(total.abs().max()) < 1e-6
+
+
+def test_a_row_with_nothing_rejected_needs_no_centering():
+    """Where w = r on every kept entry, grad mu is minus the rejected share of p."""
+    row = make_row("replay", 0)
+    loss = partial(icepop_loss, ratio_low=0.0, ratio_high=1e9)
+    _, centered = run(row, loss, row.label, log_q=float(row.q[row.label].log()))
+    _, plain = run(
+        row, partial(loss, score_centering=False), row.label, log_q=float(row.q[row.label].log())
+    )
+    torch.testing.assert_close(centered, plain, rtol=1e-6, atol=1e-6)
+
+
+# --- far apart, small tails, excluded values ---
+
+
+def tokens(log_p, log_q, **more) -> LossInputs:
+    log_p = torch.tensor(log_p, requires_grad=True)
+    defaults = {
+        "advantages": torch.ones(len(log_p)),
+        "loss_mask": torch.ones(len(log_p), dtype=torch.bool),
+    }
+    return LossInputs(log_p, torch.tensor(log_q), **{**defaults, **more})
+
+
+@pytest.mark.parametrize("centering", [True, False])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "squared"])
+@pytest.mark.parametrize("loss", [ipo_loss, icepop_loss, reinforce_loss])
+def test_log_ratios_of_90_stay_finite(loss, direction, centering):
+    log_p, log_q = [-2.0, -0.5, -91.0, -1.0], [-91.0, -91.0, -1.0, -1.1]
+    options = {"score_centering": centering, "kl": direction}
+    for kl_tau in (0.0, 1.0):
+        inputs = tokens(log_p, log_q)
+        out = loss(inputs, kl_tau=kl_tau, **options)
+        out.loss.backward()
+        grad = inputs.trainer_logprobs.grad
+        assert out.loss.isfinite()
+        assert grad.isfinite().all()
+        assert all(value.isfinite() for value in out.metrics.values())
+        assert out.metrics["log_ratio_clipped"] == 0.5
+        if kl_tau == 0:
+            kept = {
+                ipo_loss: [1e4, 0, 0, math.exp(0.1)],
+                icepop_loss: [0, 0, 0, math.exp(0.1)],
+                reinforce_loss: [1, 1, 1, 1],
+            }[loss]
+            if loss is ipo_loss:  # |e^-91 - e^-1| is above eps, e^-2 is not
+                kept[2] = 0
+            for value, weight in zip(grad.tolist(), kept, strict=True):
+                assert value == pytest.approx(-weight, rel=1e-5)
+                assert weight or value == 0.0
+            alone = tokens(log_p[3:], log_q[3:])
+            loss(alone, **options).loss.backward()
+            assert torch.equal(grad[3:], alone.trainer_logprobs.grad)
+
+
+def test_bounds_are_inclusive():
+    log_q = [-3.0, -3.0, -3.0, -3.0]
+    low, high = math.log(0.2), math.log(5.0)
+    inputs = tokens([0.0, 0.0, 0.0, 0.0], log_q)
+    inputs.trainer_logprobs = torch.tensor(
+        [-3 + high - 1e-5, -3 + high + 1e-5, -3 + low + 1e-5, -3 + low - 1e-5]
+    )
+    masked = [icepop_loss(replace_rows(inputs, i)).metrics["is_masked"] for i in range(4)]
+    assert [float(m) for m in masked] == [0, 1, 0, 1]
+    exact = tokens([math.log(0.5)], [math.log(0.5)])
+    assert icepop_loss(exact, ratio_low=1.0, ratio_high=1.0).metrics["is_masked"] == 0
+    assert ipo_loss(exact, eps=0.0).metrics["is_masked"] == 0
+
+
+def replace_rows(inputs: LossInputs, i: int) -> LossInputs:
+    return replace(
+        inputs,
+        **{
+            name: getattr(inputs, name)[i : i + 1]
+            for name in ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask")
+        },
+    )
+
+
+def test_kl_gradient_is_a_sum_of_products():
+    """Advantages 0, kl_tau 1, log-ratios .3 and -.2, sampled tokens alone."""
+    x = torch.tensor([0.3, -0.2])
+    expected = {
+        "forward": (x.exp() - 1 - x, x.exp() - 1),
+        "reverse": (x * x.exp() - x.exp() + 1, x * x.exp()),
+        "squared": (x**2, 2 * x),
+    }
+    for direction, (value, grad) in expected.items():
+        inputs = tokens([-1.0, -1.0], [-1.3, -0.8], advantages=torch.zeros(2))
+        out = ipo_loss(inputs, kl_tau=1.0, kl=direction)
+        out.loss.backward()
+        torch.testing.assert_close(out.per_token_loss, value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(inputs.trainer_logprobs.grad, grad, rtol=1e-5, atol=1e-6)
+        assert out.metrics["sampler_kl"] == pytest.approx(float(value.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("mass", [0.0, -1e-7, 1e-9])
+@pytest.mark.parametrize("kind", [RowKind.REPLAY, RowKind.HEAD])
+@pytest.mark.parametrize("loss", [ipo_loss, icepop_loss, reinforce_loss])
+def test_vanishing_tails_give_finite_losses_and_gradients(loss, kind, mass):
+    for log_p_tail in (-torch.inf, -103.0, -1.0):
+        leaf = torch.tensor([-0.7, -0.7], requires_grad=True)
+        tail = torch.tensor([log_p_tail], requires_grad=True)
+        inputs = LossInputs(
+            leaf[:1],
+            torch.tensor([-0.6931]),
+            torch.ones(1),
+            torch.ones(1, dtype=torch.bool),
+            trainer_support_logprobs=leaf,
+            sampler_support_logprobs=torch.tensor([-0.6931, -0.6931]),
+            support_valid=torch.ones(2, dtype=torch.bool),
+            sampler_tail_mass=torch.tensor([mass]),
+            trainer_tail_logprobs=tail,
+            support_offsets=torch.tensor([0, 2]),
+            support_kind=torch.tensor([kind], dtype=torch.int8),
+        )
+        for direction in ("forward", "reverse"):
+            out = loss(inputs, kl_tau=1.0, kl=direction)
+            leaf.grad = tail.grad = None
+            out.loss.backward()
+            assert out.loss.isfinite()
+            assert leaf.grad.isfinite().all()
+            assert tail.grad is None or tail.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_kl_of_a_one_sided_tail_is_not_negative_and_pulls_back(direction):
+    """q's tail rounded to 0, p's is 0.3: the known ids alone would sum to a negative number."""
+    tail = torch.tensor([math.log(0.3)], requires_grad=True)
+    leaf = torch.tensor([math.log(0.35), math.log(0.35)], requires_grad=True)
+    inputs = LossInputs(
+        leaf[:1],
+        torch.tensor([math.log(0.5)]),
+        torch.zeros(1),
+        torch.ones(1, dtype=torch.bool),
+        trainer_support_logprobs=leaf,
+        sampler_support_logprobs=torch.full((2,), math.log(0.5)),
+        sampler_tail_mass=torch.zeros(1),
+        trainer_tail_logprobs=tail,
+        support_offsets=torch.tensor([0, 2]),
+        support_kind=torch.tensor([2], dtype=torch.int8),
+    )
+    out = reinforce_loss(inputs, kl_tau=1.0, kl=direction)
+    out.loss.backward()
+    assert out.loss.detach() > 0.02
+    # By the logits: descending moves mass from the tail to the ids that q knows.
+    upstream = torch.stack([*leaf.grad, torch.zeros(()) if tail.grad is None else tail.grad[0]])
+    grad = upstream - torch.tensor([0.35, 0.35, 0.3]) * upstream.sum()
+    assert (grad[:2] < 0).all()
+    assert grad[2] > 0
+
+
+@pytest.mark.parametrize("rule", LOSSES)
+def test_a_small_tail_is_exact_in_float32(rule):
+    """p_tail of 1e-9: gradient by the logits within 1e-4 of float64."""
+    z = torch.full((1, 9), -22.0, dtype=torch.float64)
+    z[0, 4], z[0, 2] = 1.0, 0.3
+    p = z[0].softmax(0)
+    q = torch.stack([p[4] * 0.97, 1 - p[4] * 0.97 - 2e-9])
+    support = Support.from_rows([([4, 2], q.log())], kind=RowKind.HEAD, tail_mass=2e-9)
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        hidden = z.to(dtype).clone().requires_grad_()
+        out = fused_lm_head(hidden, torch.eye(9, dtype=dtype), torch.tensor([4]), support)
+        assert out.trainer_tail_logprobs.exp() < 2e-9
+        inputs = LossInputs.from_head(
+            out,
+            support,
+            inference_logprobs=q[:1].log().to(dtype),
+            advantages=torch.ones(1, dtype=dtype),
+        )
+        LOSSES[rule](inputs).loss.backward()
+        grads.append(hidden.grad[0])
+    tail = [v for v in range(9) if v not in (2, 4)]
+    assert relative_error(grads[0], grads[1]) < 1e-4
+    assert relative_error(grads[0][tail], grads[1][tail]) < 1e-4
+
+
+def batch_inputs(seed: int = 0) -> tuple[LossInputs, Support]:
+    """Twelve rows of every kind through the head, in float64."""
+    rows = [make_row(KINDS[i % len(KINDS)], seed + i) for i in range(12)]
+    support = Support.cat([row.support() for row in rows])
+    z = torch.stack([row.z for row in rows]).requires_grad_()
+    labels = torch.tensor([row.label for row in rows])
+    out = fused_lm_head(z, torch.eye(V, dtype=torch.float64), labels, support)
+    g = torch.Generator().manual_seed(seed)
+    inputs = LossInputs.from_head(
+        out,
+        support,
+        inference_logprobs=torch.stack([row.q[row.label].log() for row in rows]),
+        advantages=torch.randn(12, generator=g, dtype=torch.float64),
+        loss_weights=torch.rand(12, generator=g, dtype=torch.float64),
+    )
+    return inputs, support
+
+
+def as_leaves(inputs: LossInputs) -> LossInputs:
+    names = ("trainer_logprobs", "trainer_support_logprobs", "trainer_tail_logprobs")
+    return replace(
+        inputs, **{name: getattr(inputs, name).detach().clone().requires_grad_() for name in names}
+    )
+
+
+def padded(inputs: LossInputs) -> LossInputs:
+    """The same evidence padded to one width, with poison at the padding."""
+    offsets = inputs.support_offsets
+    n, width = len(offsets) - 1, int(offsets.diff().max()) + 1
+    at = torch.repeat_interleave(torch.arange(n), offsets.diff())
+    at = at, torch.arange(int(offsets[-1])) - offsets[at]
+
+    def pad(flat, fill):
+        return torch.full((n, width), fill, dtype=flat.dtype).index_put(at, flat)
+
+    return replace(
+        inputs,
+        trainer_support_logprobs=pad(inputs.trainer_support_logprobs, torch.nan),
+        sampler_support_logprobs=pad(inputs.sampler_support_logprobs, -torch.inf),
+        support_valid=pad(inputs.support_valid, False),
+        support_offsets=None,
+    )
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("rule", LOSSES)
+def test_flat_and_padded_layouts_are_one(rule, direction):
+    inputs, _ = batch_inputs()
+    loss = partial(LOSSES[rule], kl_tau=0.3, kl=direction)
+    flat = as_leaves(inputs)
+    wide = as_leaves(inputs)
+    one, two = loss(flat), loss(padded(wide))
+    one.loss.backward()
+    two.loss.backward()
+    torch.testing.assert_close(one.per_token_loss, two.per_token_loss, rtol=1e-13, atol=1e-14)
+    for name in ("trainer_logprobs", "trainer_support_logprobs", "trainer_tail_logprobs"):
+        torch.testing.assert_close(getattr(flat, name).grad, getattr(wide, name).grad)
+    for name, value in one.metrics.items():
+        torch.testing.assert_close(value, two.metrics[name], rtol=1e-13, atol=1e-14)
+        assert one.metric_counts[name] == two.metric_counts[name]
+
+
+@pytest.mark.parametrize("rule", LOSSES)
+def test_without_trainer_tails_the_published_form_gives_the_same_gradient(rule):
+    row = make_row("head", 5)
+    support = row.support()
+    grads = []
+    for given in (True, False):
+        z = row.z[None].clone().requires_grad_()
+        out = fused_lm_head(
+            z, torch.eye(V, dtype=torch.float64), torch.tensor([row.label]), support
+        )
+        inputs = LossInputs.from_head(
+            out,
+            support,
+            inference_logprobs=row.q[row.label].log()[None],
+            advantages=torch.ones(1, dtype=torch.float64),
+        )
+        if not given:
+            inputs = padded(inputs)
+            inputs.trainer_tail_logprobs = inputs.support_kind = None
+        for direction in ("forward", "reverse"):
+            result = LOSSES[rule](inputs, kl_tau=0.2, kl=direction)
+            grads.append(
+                (torch.autograd.grad(result.loss, z, retain_graph=True)[0], result.metrics)
+            )
+    for (got, metrics), (expected, wanted) in zip(grads[2:], grads[:2], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
+        for name, value in metrics.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 1e30])
+@pytest.mark.parametrize("rule", LOSSES)
+def test_values_outside_the_mask_never_matter(rule, poison):
+    inputs, _ = batch_inputs()
+    mask = torch.tensor([True, False, True] * 4)
+    rows = torch.repeat_interleave(torch.arange(12), inputs.support_offsets.diff())
+    unread = ~inputs.support_valid | ~mask[rows]
+    clean = as_leaves(replace(inputs, loss_mask=mask))
+    dirty = as_leaves(
+        replace(
+            inputs,
+            loss_mask=mask,
+            trainer_logprobs=torch.where(mask, inputs.trainer_logprobs, poison),
+            inference_logprobs=torch.where(mask, inputs.inference_logprobs, poison),
+            advantages=torch.where(mask, inputs.advantages, poison),
+            loss_weights=torch.where(mask, inputs.loss_weights, poison),
+            trainer_support_logprobs=torch.where(unread, poison, inputs.trainer_support_logprobs),
+            sampler_support_logprobs=torch.where(unread, poison, inputs.sampler_support_logprobs),
+            sampler_tail_mass=torch.where(mask, inputs.sampler_tail_mass, poison),
+            trainer_tail_logprobs=torch.where(mask, inputs.trainer_tail_logprobs, poison),
+            support_kind=torch.where(mask, inputs.support_kind, -1).to(torch.int8),
+        )
+    )
+    results = []
+    for case in (clean, dirty):
+        out = LOSSES[rule](case, kl_tau=0.5, kl="reverse")
+        out.loss.backward()
+        results.append(
+            [
+                out.loss,
+                out.per_token_loss,
+                case.trainer_logprobs.grad,
+                case.trainer_support_logprobs.grad,
+                case.trainer_tail_logprobs.grad,
+                *out.metrics.values(),
+            ]
+        )
+    for value, wanted in zip(*results, strict=True):
+        assert torch.equal(value, wanted)
+    assert (results[1][1][~mask] == 0).all()
+    assert (results[1][3][unread] == 0).all()
+
+
+def test_micro_batches_recombine_exactly():
+    inputs, _ = batch_inputs()
+    whole = LOSSES["icepop"](inputs, kl_tau=0.3)
+    grad_whole = torch.autograd.grad(
+        whole.loss, (inputs.trainer_logprobs, inputs.trainer_support_logprobs), retain_graph=True
+    )
+    offsets, parts, losses, grads = inputs.support_offsets, [], [], []
+    for rows in (slice(0, 5), slice(5, 6), slice(6, 12)):
+        entries = slice(int(offsets[rows.start]), int(offsets[rows.stop]))
+        cut = {
+            field.name: getattr(inputs, field.name)[rows]
+            for field in fields(inputs)
+            if getattr(inputs, field.name) is not None
+        }
+        for name in ("trainer_support_logprobs", "sampler_support_logprobs", "support_valid"):
+            cut[name] = getattr(inputs, name)[entries]
+        cut["support_offsets"] = offsets[rows.start : rows.stop + 1] - offsets[rows.start]
+        out = LOSSES["icepop"](LossInputs(**cut), kl_tau=0.3)
+        parts.append((out.metrics, out.metric_counts))
+        losses.append(out.loss)
+        grads.append(
+            torch.autograd.grad(
+                out.loss,
+                (cut["trainer_logprobs"], cut["trainer_support_logprobs"]),
+                retain_graph=True,
+            )
+        )
+    torch.testing.assert_close(sum(losses), whole.loss, rtol=1e-13, atol=1e-13)
+    for i, wanted in enumerate(grad_whole):
+        torch.testing.assert_close(torch.cat([grad[i] for grad in grads]), wanted)
+    metrics, counts = combine_metrics(parts)
+    for name, value in whole.metrics.items():
+        torch.testing.assert_close(metrics[name], value, rtol=1e-12, atol=1e-13)
+        assert counts[name] == whole.metric_counts[name]
+
+
+# --- what must not pass for a number ---
+
+
+def test_evidence_that_breaks_a_rule_is_nan_in_value_and_gradient():
+    inputs, _ = batch_inputs()
+    offsets = inputs.support_offsets
+    q, mass, kind = (
+        inputs.sampler_support_logprobs.clone(),
+        inputs.sampler_tail_mass.clone(),
+        inputs.support_kind.clone(),
+    )
+    q[offsets[0]] = -torch.inf  # row 0: a known q of 0
+    mass[1] += 0.01  # row 1: does not add up
+    mass[3] = torch.nan  # row 3: no number
+    q[offsets[4]] = 0.5  # row 4: a draw above 1
+    kind[2], mass[2] = RowKind.FAILED, 1.0  # row 2: not recorded
+    bad = as_leaves(
+        replace(inputs, sampler_support_logprobs=q, sampler_tail_mass=mass, support_kind=kind)
+    )
+    bad.inference_logprobs = bad.inference_logprobs.clone()
+    bad.inference_logprobs[5] = -torch.inf
+    out = reinforce_loss(bad)
+    assert out.per_token_loss.isnan().nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    out.per_token_loss.sum().backward()
+    assert torch.equal(bad.trainer_logprobs.grad.isnan(), torch.arange(12) < 6)
+    good = reinforce_loss(inputs)
+    assert torch.equal(out.per_token_loss[6:], good.per_token_loss[6:])
+
+
+def test_a_draw_without_q_is_nan():
+    inputs, _ = batch_inputs()
+    valid = inputs.support_valid.clone()
+    valid[inputs.support_offsets[4]] = False
+    out = reinforce_loss(replace(inputs, support_valid=valid))
+    assert out.per_token_loss.isnan().nonzero()[:, 0].tolist() == [4]
+
+
+def test_errors_name_the_argument():
+    inputs, support = batch_inputs()
+
+    def fails(match, **changes):
+        with pytest.raises(ValueError, match=match):
+            icepop_loss(replace(inputs, **changes))
+
+    fails(r"loss_mask must be bool", loss_mask=torch.ones(12))
+    fails(r"advantages must be \(12,\)", advantages=torch.ones(3))
+    fails(r"trainer_support_logprobs and support_offsets", support_offsets=torch.zeros(3).long())
+    fails(r"trainer_support_logprobs must be \[", support_offsets=None)
+    fails(r"must be given together", sampler_support_logprobs=None)
+    fails(r"support_valid must be", support_valid=torch.ones(2, dtype=torch.bool))
+    fails(r"sampler_tail_mass must have 12 rows", sampler_tail_mass=torch.ones(2))
+    fails(r"trainer_tail_logprobs must have 12 rows", trainer_tail_logprobs=torch.ones(2))
+    with pytest.raises(ValueError, match="kl must be"):
+        icepop_loss(inputs, kl="both")
+    with pytest.raises(ValueError, match="ratio_low and ratio_high"):
+        icepop_loss(inputs, ratio_low=3.0, ratio_high=2.0)
+    with pytest.raises(ValueError, match="eps must be"):
+        ipo_loss(inputs, eps=-0.1)
+    with pytest.raises(ValueError, match="max_importance_ratio"):
+        ipo_loss(inputs, max_importance_ratio=0.0)
+    z, labels = torch.randn(12, V), torch.zeros(12, dtype=torch.int64)
+    active = torch.arange(12) != 7
+    out = fused_lm_head(z, torch.eye(V), labels, active=active)
+    given = {"inference_logprobs": torch.zeros(12), "advantages": torch.zeros(12)}
+    with pytest.raises(ValueError, match="loss_mask is True in row 7"):
+        LossInputs.from_head(out, None, **given, loss_mask=torch.ones(12, dtype=torch.bool))
+    with pytest.raises(ValueError, match="support must be the head's"):
+        LossInputs.from_head(out, support, **given)
+
+
+# --- who calls it ---
+
+
+def test_an_object_with_prime_rls_fields_alone():
+    """trainer, inference, advantages, mask, weights and reference; none of the later fields."""
+    own = SimpleNamespace(
+        trainer_logprobs=torch.tensor([-1.0, -2.0, -3.0], requires_grad=True),
+        inference_logprobs=torch.tensor([-1.1, -1.9, -3.0]),
+        ref_logprobs=None,
+        advantages=torch.tensor([1.0, -1.0, 5.0]),
+        loss_mask=torch.tensor([True, True, False]),
+        loss_weights=None,
+    )
+    out = icepop_loss(own)
+    out.loss.backward()
+    r = (torch.tensor([-1.0, -2.0]) - torch.tensor([-1.1, -1.9])).exp()
+    torch.testing.assert_close(own.trainer_logprobs.grad[:2], -torch.tensor([1.0, -1.0]) * r)
+    assert own.trainer_logprobs.grad[2] == 0
+    assert out.loss.dim() == 0
+    assert out.metrics["score_centering/uncentered"] == 1
+    assert all(value.dim() == 0 for value in out.metrics.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_logprobs_are_computed_in_float32(dtype):
+    logp = torch.tensor([-1.2, -7.3], dtype=dtype, requires_grad=True)
+    on = torch.ones(2, dtype=torch.bool)
+    out = ipo_loss(LossInputs(logp, logp.detach(), torch.ones(2, dtype=dtype), on), kl_tau=1.0)
+    assert out.loss.dtype == torch.float32
+    assert out.per_token_loss.tolist() == [-1.0, -1.0]
+    assert out.metrics["importance_ratio_mean"] == 1
+    out.loss.backward()
+    assert logp.grad.tolist() == [-1.0, -1.0]
+
+
+def test_no_tokens_and_no_rows():
+    for n, mask in ((0, torch.ones(0, dtype=torch.bool)), (3, torch.zeros(3, dtype=torch.bool))):
+        logp = torch.zeros(n, requires_grad=True)
+        out = ipo_loss(LossInputs(logp, torch.zeros(n), torch.ones(n), mask), kl_tau=1.0)
+        out.loss.backward()
+        assert out.loss == 0
+        assert all(value == 0 for value in out.metrics.values())
+        assert all(count == 0 for count in out.metric_counts.values())
+
+
+def test_only_trainer_values_carry_gradient():
+    inputs, _ = batch_inputs()
+    inputs = as_leaves(inputs)
+    names = ("inference_logprobs", "advantages", "loss_weights", "sampler_support_logprobs")
+    for name in names:
+        setattr(inputs, name, getattr(inputs, name).detach().clone().requires_grad_())
+    icepop_loss(inputs, kl_tau=0.5).loss.backward()
+    assert all(getattr(inputs, name).grad is None for name in names)
+    assert inputs.trainer_logprobs.grad is not None

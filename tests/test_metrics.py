@@ -1,0 +1,119 @@
+"""The metrics against numbers written out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from rl_loss import LossInputs, Support, fused_lm_head, icepop_loss, ipo_loss
+
+
+def run(loss=icepop_loss, **options):
+    """Three loss tokens and one outside: a REPLAY row, a HEAD row, a NONE row."""
+    z = torch.tensor([[0.0, 1.0, 2.0, 0.5]] * 4, dtype=torch.float64)
+    q = torch.tensor([0.5, 0.3])
+    support = Support.from_rows(
+        [([1, 2], torch.tensor([0.4, 0.6]).log()), ([2, 1], q.log()), None, None],
+        kind=[1, 2, 0, 0],
+    )
+    labels = torch.tensor([2, 1, 0, 0])
+    active = torch.tensor([True, True, True, False])
+    out = fused_lm_head(z, torch.eye(4, dtype=torch.float64), labels, support, active=active)
+    log_q = torch.tensor([math.log(0.6), math.log(0.3), -9.0, 0.0], dtype=torch.float64)
+    inputs = LossInputs.from_head(
+        out,
+        support,
+        inference_logprobs=log_q,
+        advantages=torch.ones(4, dtype=torch.float64),
+    )
+    return loss(inputs, **options), out, log_q
+
+
+def test_token_metrics():
+    result, out, log_q = run()
+    x = (out.logprobs - log_q)[:3].detach()
+    mismatch = x.exp() - 1 - x
+    rejected = (x < math.log(0.2)) | (x > math.log(5))
+    assert rejected.tolist() == [False, False, True]
+    expected = {
+        "mismatch_kl": mismatch.mean(),
+        "masked_mismatch_kl": mismatch[2],
+        "unmasked_mismatch_kl": mismatch[:2].mean(),
+        "is_masked": 1 / 3,
+        "importance_ratio_mean": x.exp().mean(),
+        "importance_ratio_max": x.exp().max(),
+        "log_ratio_clipped": 0.0,
+        "sampler_kl": 0.0,
+    }
+    for name, value in expected.items():
+        assert float(result.metrics[name]) == pytest.approx(float(value), rel=1e-9), name
+    counts = {"mismatch_kl": 3, "masked_mismatch_kl": 1, "unmasked_mismatch_kl": 2, "sampler_kl": 0}
+    for name, count in counts.items():
+        assert int(result.metric_counts[name]) == count
+
+
+def test_centering_metrics():
+    result, _, _ = run()
+    p = torch.tensor([0.0, 1.0, 2.0, 0.5], dtype=torch.float64).softmax(0)
+    replay = p[[1, 2]] / p[[1, 2]].sum()
+    q_replay, q_head = torch.tensor([0.4, 0.6]).double(), torch.tensor([0.5, 0.3]).double()
+    p_head, p_tail, q_tail = p[[2, 1]], float(1 - p[[2, 1]].sum()), 0.2
+
+    def l1(p, q):
+        c = torch.where((p / q >= 0.2) & (p / q <= 5), p, 0.0)  # q w = p where kept
+        return (c - p * c.sum()).abs().sum()
+
+    values = {
+        "uncentered": 1 / 3,
+        "support_size": 2.0,
+        "head_mass": (1 + float(p_head.sum())) / 2,
+        "tail_mass": 0.1,
+        "mask_tv": (
+            float((replay - q_replay).abs().sum())
+            + float((p_head - q_head).abs().sum())
+            + abs(p_tail - q_tail)
+        )
+        / 4,
+        "correction_l1": float(
+            l1(replay, q_replay)
+            + l1(
+                torch.cat([p_head, torch.tensor([p_tail], dtype=torch.float64)]),
+                torch.cat([q_head, torch.tensor([q_tail], dtype=torch.float64)]),
+            )
+        )
+        / 2,
+        "tail_inexact": 0.0,
+    }
+    for name, value in values.items():
+        got = float(result.metrics[f"score_centering/{name}"])
+        assert got == pytest.approx(value, rel=1e-6, abs=1e-7), name
+    assert int(result.metric_counts["score_centering/uncentered"]) == 3
+    assert int(result.metric_counts["score_centering/mask_tv"]) == 2
+
+
+def test_correction_l1_is_the_norm_of_the_correction_on_the_logits():
+    z = torch.tensor([[0.0, 1.0, 2.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    support = Support.from_rows([([1, 2, 3], torch.tensor([0.1, 0.6, 0.3]).log())])
+    grads = []
+    for centering in (True, False):
+        out = fused_lm_head(z, torch.eye(4, dtype=torch.float64), torch.tensor([2]), support)
+        inputs = LossInputs.from_head(
+            out,
+            support,
+            inference_logprobs=torch.tensor([math.log(0.6)]),
+            advantages=torch.ones(1),
+        )
+        result = ipo_loss(inputs, eps=0.1, score_centering=centering)
+        grads.append(torch.autograd.grad(result.loss, z)[0])
+    norm = (grads[0] - grads[1]).abs().sum()
+    assert norm > 0.01
+    assert float(result.metrics["score_centering/correction_l1"]) == pytest.approx(float(norm))
+
+
+def test_rows_whose_tail_model_may_be_inexact_are_counted():
+    result, _, _ = run(ipo_loss, eps=0.005)
+    p = torch.tensor([0.0, 1.0, 2.0, 0.5], dtype=torch.float64).softmax(0)
+    assert abs(float(p[0] + p[3]) - 0.2) > 0.005
+    assert float(result.metrics["score_centering/tail_inexact"]) == 0.5
+    assert float(run(ipo_loss, eps=0.5)[0].metrics["score_centering/tail_inexact"]) == 0
+    assert float(run(icepop_loss)[0].metrics["score_centering/tail_inexact"]) == 0
