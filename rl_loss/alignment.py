@@ -57,7 +57,12 @@ def aligned_rows(
         raise ValueError(f"input_ids must be [T] or [B, L], got {tuple(shape)}")
     if loss_mask.dtype != torch.bool:
         raise ValueError(f"loss_mask must be bool, got {loss_mask.dtype}")
-    for name, tensor in {"loss_mask": loss_mask, **per_token}.items():
+    if loss_mask.shape != shape:
+        raise ValueError(
+            f"loss_mask must have the shape of input_ids {tuple(shape)}, "
+            f"got {tuple(loss_mask.shape)}"
+        )
+    for name, tensor in per_token.items():
         if tensor.shape[: len(shape)] != shape:
             raise ValueError(
                 f"{name} must begin with the shape of input_ids {tuple(shape)}, "

@@ -488,6 +488,10 @@ class Support:
 
     # --- inside ---
 
+    def __getstate__(self) -> dict[str, Any]:
+        owned = self._map(_without_the_rest)
+        return owned.__dict__ | {"host": HostFacts(*map(_without_the_rest, self.host))}
+
     def _map(self, move: Callable[[Tensor], Tensor]) -> "Support":
         fields = ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass")
         return replace(self, **{name: move(getattr(self, name)) for name in fields})
@@ -555,6 +559,12 @@ class Support:
                     f"ids must be unique in a {RowKind(int(kind[key >> 31])).name} row, "
                     f"got {key & 0x7FFFFFFF} twice in row {key >> 31}"
                 )
+
+
+def _without_the_rest(tensor: Tensor) -> Tensor:
+    """A copy where a view would take along, pickled, the whole buffer that it looks into."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
 
 
 def _outside_int32(ids: Tensor) -> Tensor:

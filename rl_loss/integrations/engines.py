@@ -57,9 +57,10 @@ def _join(ids: Any, known: Mapping[int, float], row: int) -> tuple[list[int], li
     return kept, logprobs
 
 
-def _same_length(argument: str, rows: Sequence[Any], n: int) -> None:
-    if len(rows) != n:
-        raise ValueError(f"{argument} must have one entry a token ({n}), got {len(rows)}")
+def _same_length(argument: str, rows: Any, n: int) -> None:
+    got = len(rows) if hasattr(rows, "__len__") else repr(rows)
+    if got != n:
+        raise ValueError(f"{argument} must have one entry a token ({n}), got {got}")
 
 
 def support_from_vllm(mask: Any, logprobs: Any = None) -> Support:
@@ -156,6 +157,8 @@ def support_from_sglang(mask: Any, logprobs: Any = None) -> Support:
         _same_length("output_top_logprobs", top, len(rows))
     joined = []
     for row, ids in enumerate(rows):
+        if replayed[row] is None:
+            raise ValueError(f"output_token_sampling_logprobs[{row}] must be a float, got None")
         raw, token = float(sampled[row][0]), int(sampled[row][1])
         shift = float(replayed[row]) - raw
         entries = top[row] if top is not None and top[row] is not None else ()

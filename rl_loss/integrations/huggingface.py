@@ -32,18 +32,22 @@ def logit_options(model: nn.Module) -> dict[str, Any]:
         >>> hidden = model.base_model(input_ids).last_hidden_state  # doctest: +SKIP
     """
     head, config = model.get_output_embeddings(), model.config.get_text_config()
+    more = {name for name, _ in head.named_parameters()} - {"weight", "bias"}
+    if more:  # even where an adapter still adds nothing, it would get no gradient
+        raise ValueError(f"model: its head has parameters beside weight and bias: {sorted(more)}")
     bias = getattr(head, "bias", None)
     softcap = getattr(config, "final_logit_softcapping", None)
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     tokens = torch.arange(8, device=head.weight.device)[None] % len(head.weight)
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         expected = model(input_ids=tokens, use_cache=False).logits.double()
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     finally:
-        model.train(training)
+        for module, mode in training.items():
+            module.training = mode
     raw = hidden.double() @ head.weight.double().T
     got = LogitTransform(softcap, scale)(raw, bias, torch.ones((), device=raw.device))
     # The model rounds its products, and each step of its transform, to its own dtype.

@@ -1,0 +1,252 @@
+"""aligned_rows against a loop over the tokens of each sequence."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import PROPERTY, assert_rows, build, mixed_rows, tagged_row, tagged_rows
+
+from rl_loss.alignment import aligned_rows
+from rl_loss.support import RowKind, Support
+
+NO_EVIDENCE = tagged_row(1024, RowKind.NONE, 0, 0, 0)
+
+
+def with_tail(row):
+    """What `aligned_rows` puts in the last row of a sequence."""
+    return type(row)(row.tag, row.kind, row.ids, row.logprobs, row.known, 1.0)
+
+
+def check_against_loop(rows, loss_mask, bounds, shape=None, cu_seqlens=None):
+    """Every output of aligned_rows, worked out token by token; `rows[t]` is token t's."""
+    n = len(rows)
+    generator = torch.Generator().manual_seed(n)
+    tokens = torch.tensor([row.tag for row in rows], dtype=torch.int64)
+    scalar = torch.randn(n, generator=generator)
+    wide = torch.randn(n, 2, 3, generator=generator, dtype=torch.float64)
+    counts = torch.randint(1, 99, (n,), generator=generator)
+    mask = torch.tensor(loss_mask, dtype=torch.bool)
+    shape = (n,) if shape is None else shape
+    out = aligned_rows(
+        tokens.reshape(shape),
+        mask.reshape(shape),
+        support=build(rows),
+        cu_seqlens=cu_seqlens,
+        scalar=scalar.reshape(shape),
+        wide=wide.reshape(*shape, 2, 3),
+        counts=counts.reshape(shape),
+    )
+    labels, active, expected_rows = [], [], []
+    last = {stop - 1 for start, stop in pairwise(bounds) if stop > start}
+    for t in range(n):
+        on = t not in last and bool(mask[t + 1])
+        active.append(on)
+        labels.append(int(tokens[t + 1]) if on else 0)
+        expected_rows.append(with_tail(NO_EVIDENCE) if t in last else rows[t + 1])
+        for name, tensor in {"scalar": scalar, "wide": wide, "counts": counts}.items():
+            got = out.per_token[name].reshape(tensor.shape)[t]
+            expected = torch.zeros_like(tensor[t]) if t in last else tensor[t + 1]
+            assert torch.equal(got, expected)
+    assert out.labels.shape == out.active.shape == shape
+    assert out.labels.flatten().tolist() == labels
+    assert out.active.flatten().tolist() == active
+    assert out.active.dtype == torch.bool
+    assert out.per_token["wide"].shape == (*shape, 2, 3)
+    assert [out.per_token[name].dtype for name in ("scalar", "wide", "counts")] == [
+        torch.float32,
+        torch.float64,
+        torch.int64,
+    ]
+    assert_rows(out.support, expected_rows)
+
+
+def test_the_packed_sequences_of_the_fault():
+    """FAULTS 8: [10, 11, 12] [20, 21]."""
+    support = Support.from_rows([([token], [0.0]) for token in (10, 11, 12, 20, 21)])
+    out = aligned_rows(
+        torch.tensor([10, 11, 12, 20, 21]),
+        torch.tensor([False, True, True, False, True]),
+        support=support,
+        cu_seqlens=torch.tensor([0, 3, 5]),
+        inference_logprobs=torch.tensor([9.0, -1.0, -2.0, 9.0, -3.0]),
+    )
+    assert out.labels.tolist() == [11, 12, 0, 21, 0]
+    assert out.active.tolist() == [True, True, False, True, False]
+    assert out.per_token["inference_logprobs"].tolist() == [-1, -2, 0, -3, 0]
+    assert out.support.ids.tolist() == [11, 12, 21]
+    assert out.support.offsets.tolist() == [0, 1, 2, 2, 3, 3]
+    assert out.support.kind.tolist() == [1, 1, 0, 1, 0]
+    out.support.validate(out.labels, 22, active=out.active)
+
+
+def test_prompt_rows_are_inactive_but_the_one_that_predicts_the_first_sampled_token_is_not():
+    ids = torch.tensor([[1, 2, 3, 4, 5, 0], [6, 7, 8, 0, 0, 0]])
+    sampled = torch.tensor([[0, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 0]], dtype=torch.bool)
+    out = aligned_rows(ids, sampled, support=None)
+    assert out.labels.tolist() == [[0, 0, 4, 5, 0, 0], [7, 8, 0, 0, 0, 0]]
+    assert out.active.tolist() == [
+        [False, False, True, True, False, False],
+        [True, True, False, False, False, False],
+    ]
+    assert out.per_token == {}
+    assert out.support.kind.tolist() == [RowKind.NONE] * 12
+
+
+def test_the_first_token_of_a_sequence_is_no_ones_label():
+    """A first token inside the loss mask has no row before it in its own sequence."""
+    out = aligned_rows(
+        torch.tensor([5, 6, 7, 8]),
+        torch.tensor([True, False, True, False]),
+        support=None,
+        cu_seqlens=torch.tensor([0, 2, 4]),
+    )
+    assert out.active.tolist() == [False] * 4
+    assert out.labels.tolist() == [0] * 4
+
+
+@PROPERTY
+@given(tagged_rows(start=1, max_rows=12), st.data())
+def test_packed_sequences_of_any_lengths(rows, data):
+    """Empty sequences among them, at either end too."""
+    n = len(rows)
+    cuts = data.draw(st.lists(st.integers(0, n), max_size=5))
+    mask = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    bounds = [0, *sorted(cuts), n]
+    for dtype in (torch.int32, torch.int64):
+        check_against_loop(rows, mask, bounds, cu_seqlens=torch.tensor(bounds, dtype=dtype))
+    check_against_loop(rows, mask, [0, n])
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 5), (5, 1), (0, 4), (3, 0), (0,), (1,), (7,)])
+def test_padded_sequences(shape):
+    n = torch.Size(shape).numel()
+    mask = [i % 3 != 1 for i in range(n)]
+    width = shape[-1]
+    bounds = list(range(0, n + 1, width)) if width else [0]
+    check_against_loop(mixed_rows(n, start=1), mask, bounds, shape=shape)
+
+
+def test_packed_and_padded_agree():
+    rows, mask = mixed_rows(12, start=1), torch.arange(12) % 4 != 0
+    values = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(12)
+    packed = aligned_rows(
+        tokens, mask, support=build(rows), cu_seqlens=torch.tensor([0, 4, 8, 12]), values=values
+    )
+    padded = aligned_rows(
+        tokens.reshape(3, 4),
+        mask.reshape(3, 4),
+        support=build(rows),
+        values=values.reshape(3, 4, 2),
+    )
+    assert torch.equal(packed.labels, padded.labels.flatten())
+    assert torch.equal(packed.active, padded.active.flatten())
+    assert torch.equal(packed.per_token["values"], padded.per_token["values"].flatten(0, 1))
+    for got, expected in zip(padded.support.to_packed(), packed.support.to_packed(), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_what_stands_in_one_sequence_leaves_the_others_untouched(length):
+    """FAULTS 8: B between A and C, of any length and with any content, bitwise."""
+
+    def align(b_rows, poison):
+        a, c = mixed_rows(5, start=1), mixed_rows(4, start=50)
+        rows = [*a, *b_rows, *c]
+        n = len(rows)
+        values = torch.arange(n, dtype=torch.float32)
+        values[9 - 4 : n - 4] = poison
+        values[n - 4 :] = torch.arange(4) + 100.0
+        mask = torch.ones(n, dtype=torch.bool)
+        mask[5 : n - 4] = poison == poison
+        out = aligned_rows(
+            torch.tensor([row.tag for row in rows]),
+            mask,
+            support=build(rows),
+            cu_seqlens=torch.tensor([0, 5, n - 4, n]),
+            values=values,
+        )
+        keep = torch.cat([torch.arange(5), torch.arange(n - 4, n)])
+        kept = out.labels[keep], out.active[keep], out.per_token["values"][keep]
+        return *kept, *out.support.select(keep).to_packed()
+
+    expected = align(mixed_rows(length, start=20), 0.0)
+    for other in (length, length + 3):
+        for poison in (float("nan"), float("inf"), 1e30):
+            got = align(mixed_rows(other, start=30), poison)
+            for one, two in zip(got, expected, strict=True):
+                assert torch.equal(one, two)
+
+
+def test_the_last_row_is_replaced_and_not_multiplied():
+    """NaN and infinities at the first token of a sequence do not reach the row before it."""
+    values = torch.tensor([float("nan"), 1.0, float("inf"), 2.0])
+    out = aligned_rows(
+        torch.arange(4),
+        torch.ones(4, dtype=torch.bool),
+        support=None,
+        cu_seqlens=torch.tensor([0, 2, 4]),
+        values=values,
+    )
+    assert out.per_token["values"].tolist() == [1, 0, 2, 0]
+
+
+def test_gradient_flows_through_the_shift():
+    values = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    out = aligned_rows(torch.ones(2, 3).long(), mask, support=None, values=values)
+    upstream = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    (grad,) = torch.autograd.grad(out.per_token["values"], values, upstream)
+    assert grad.tolist() == [[0, 1, 2], [0, 4, 5]]
+
+
+def test_a_failed_row_moves_with_its_token():
+    support = Support.from_rows([None, None, ([2], [0.0])], kind=[0, -1, 1])
+    mask = torch.tensor([False, True, True])
+    out = aligned_rows(torch.tensor([0, 1, 2]), mask, support=support)
+    assert out.support.kind.tolist() == [RowKind.FAILED, RowKind.REPLAY, RowKind.NONE]
+    with pytest.raises(ValueError, match="row 0 is active but the sampler failed"):
+        out.support.validate(out.labels, 4, active=out.active)
+    out.support.validate(out.labels, 4, active=torch.tensor([False, True, False]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": torch.tensor(3)}, r"input_ids must be \[T\] or \[B, L\], got \(\)"),
+        ({"input_ids": torch.ones(1, 2, 2).long()}, r"input_ids must be .*, got \(1, 2, 2\)"),
+        ({"loss_mask": torch.ones(4)}, "loss_mask must be bool, got torch.float32"),
+        ({"loss_mask": torch.ones(3).bool()}, r"loss_mask must .* \(4,\), got \(3,\)"),
+        ({"loss_mask": torch.ones(4, 1).bool()}, r"loss_mask must .* \(4,\), got \(4, 1\)"),
+        ({"advantages": torch.ones(3)}, r"advantages must .* \(4,\), got \(3,\)"),
+        ({"advantages": torch.ones(())}, r"advantages must .* \(4,\), got \(\)"),
+        ({"advantages": torch.ones(2, 4)}, r"advantages must .* \(4,\), got \(2, 4\)"),
+        ({"support": Support.empty(3)}, r"support must have one row a token \(4\), got 3"),
+        ({"support": Support.empty(5)}, r"support must have one row a token \(4\), got 5"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens must run from 0 to 4, got \[0, 3\]"),
+        ({"cu_seqlens": torch.tensor([1, 4])}, r"cu_seqlens must run from 0 to 4, got \[1, 4\]"),
+        ({"cu_seqlens": torch.tensor([0, 2, 5])}, "cu_seqlens must run from 0 to 4"),
+        ({"cu_seqlens": torch.tensor([])}, r"cu_seqlens must run from 0 to 4, got \[\]"),
+        ({"cu_seqlens": torch.tensor([[0, 4]])}, "cu_seqlens must run from 0 to 4"),
+        (
+            {"cu_seqlens": torch.tensor([0, 3, 1, 4])},
+            r"cu_seqlens must not fall, got \[3, 1\] in sequence 1",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    good = {
+        "input_ids": torch.arange(4),
+        "loss_mask": torch.ones(4, dtype=torch.bool),
+        "support": None,
+    }
+    with pytest.raises(ValueError, match=message):
+        aligned_rows(**good | changes)
+
+
+def test_bounds_of_padded_sequences_are_refused():
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"cu_seqlens needs packed input_ids \[T\], got \(2, 2\)"):
+        aligned_rows(mask.long(), mask, support=None, cu_seqlens=torch.tensor([0, 2, 4]))

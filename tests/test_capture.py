@@ -1,0 +1,408 @@
+"""The sampler's side: capture_support against plain arithmetic on each row."""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rl_loss.capture as capture_module
+from rl_loss.capture import capture_support
+from rl_loss.packing import unpack_entries
+from rl_loss.support import RowKind
+
+INF = math.inf
+
+
+def masked_logits(rows, vocab, *, keep=0.3, seed=0, dtype=torch.float32):
+    """Peaked logits with a random kept set a row, and a token sampled from each."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 4
+    sampled = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
+    kept = torch.rand(rows, vocab, generator=generator) < keep
+    kept[torch.arange(rows), sampled] = True
+    return logits.masked_fill(~kept, -INF).to(dtype), sampled
+
+
+def entries_of(rows):
+    """(ids, logprobs) of each row as lists, None for a row that was not recorded."""
+    ids, logprobs = unpack_entries(rows.packed)
+    counts = rows.counts.tolist()
+    result, position = [], 0
+    for count in counts:
+        if count < 0:
+            result.append(None)
+            continue
+        row = slice(position, position + count)
+        result.append((ids[row].tolist(), logprobs[row]))
+        position += count
+    assert (rows.packed[position:] == -1).all()
+    return result
+
+
+def log_q(row):
+    """log_softmax over the kept set of one row, in float64."""
+    return row.double().log_softmax(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (37, 131), (5, 4099)])
+def test_replay_rows_hold_the_whole_kept_set(shape, dtype):
+    logits, sampled = masked_logits(*shape, dtype=dtype)
+    rows = capture_support(logits, sampled, kind=RowKind.REPLAY)
+    for i, (ids, logprobs) in enumerate(entries_of(rows)):
+        assert ids == logits[i].isfinite().nonzero()[:, 0].tolist()
+        torch.testing.assert_close(logprobs.double(), log_q(logits[i])[ids], atol=1e-6, rtol=1e-6)
+        assert rows.sampled_logprobs[i] == logprobs[ids.index(int(sampled[i]))]
+    assert (rows.tail_mass == 0).all()
+    assert (rows.kind == RowKind.REPLAY).all()
+
+
+@pytest.mark.parametrize("vocab", [257, 151936])
+def test_replay_is_as_good_as_log_softmax_in_float64_rounded(vocab):
+    logits, sampled = masked_logits(3, vocab)
+    rows = capture_support(logits, sampled, kind=RowKind.REPLAY)
+    recorded = torch.cat([logprobs for _, logprobs in entries_of(rows)])
+    expected = logits.double().log_softmax(1)[logits.isfinite()]
+    # Three roundings of numbers up to 32 (spacing 1.9e-6) stand between logits and log q.
+    torch.testing.assert_close(recorded.double(), expected, atol=1e-6, rtol=2e-7)
+
+
+def test_one_finite_entry_has_probability_one():
+    logits = torch.full((2, 9), -INF)
+    logits[0, 4], logits[1, 8] = 3e4, -3e4
+    for kind in (RowKind.REPLAY, RowKind.HEAD):
+        rows = capture_support(logits, torch.tensor([4, 8]), kind=kind)
+        assert [(ids, q.tolist()) for ids, q in entries_of(rows)] == [([4], [0.0]), ([8], [0.0])]
+        assert rows.tail_mass.tolist() == [0, 0]
+        assert rows.sampled_logprobs.tolist() == [0, 0]
+
+
+def test_all_of_the_vocabulary_kept():
+    logits = torch.randn(3, 33, generator=torch.Generator().manual_seed(0))
+    sampled = torch.tensor([0, 32, 16])
+    replay = capture_support(logits, sampled, kind=RowKind.REPLAY)
+    head = capture_support(logits, sampled, kind=RowKind.HEAD, top=50)
+    for i in range(3):
+        assert entries_of(replay)[i][0] == list(range(33))
+        ids, logprobs = entries_of(head)[i]
+        assert sorted(ids) == list(range(33))
+        torch.testing.assert_close(logprobs.double(), log_q(logits[i])[ids], atol=1e-6, rtol=0)
+    assert replay.counts.tolist() == head.counts.tolist() == [33] * 3
+    assert head.tail_mass.tolist() == [0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top", [0, 1, 5, 130])
+def test_head_rows_hold_the_sampled_and_the_top_ids_once(top, dtype):
+    logits, sampled = masked_logits(23, 131, keep=1.1, dtype=dtype)
+    likeliest = torch.argmax(logits.float(), 1)
+    sampled[::2] = likeliest[::2]
+    rows = capture_support(logits, sampled, kind=RowKind.HEAD, top=top)
+    for i, (ids, logprobs) in enumerate(entries_of(rows)):
+        q = log_q(logits[i])
+        assert len(set(ids)) == len(ids)
+        assert int(sampled[i]) in ids
+        others = [v for v in ids if v != sampled[i]]
+        assert len(ids) in (max(top, 1), top + 1)
+        assert q[others].sort(descending=True)[0].tolist() == q[others].tolist()
+        outside = sorted(set(range(131)) - set(ids))
+        if others and outside:
+            assert q[others].min() >= q[outside].max()
+        torch.testing.assert_close(logprobs.double(), q[ids], atol=1e-6, rtol=1e-6)
+        expected = q[outside].exp().sum()
+        torch.testing.assert_close(rows.tail_mass[i].double(), expected, atol=0, rtol=2e-5)
+
+
+def test_the_tail_mass_is_summed_from_the_logits_left_outside():
+    logits = torch.full((1, 1000), -25.0)
+    logits[0, 3] = 0.0
+    rows = capture_support(logits, torch.tensor([3]), kind=RowKind.HEAD, top=1)
+    expected = 999 * math.exp(-25)  # 1.4e-8: nothing of it is left in 1 - sum in float32
+    assert rows.tail_mass.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_excluded_ids_never_enter_a_head_row():
+    logits, sampled = masked_logits(19, 67, keep=0.1)
+    rows = capture_support(logits, sampled, kind=RowKind.HEAD, top=20)
+    for i, (ids, _) in enumerate(entries_of(rows)):
+        assert sorted(ids) == logits[i].isfinite().nonzero()[:, 0].tolist()
+    assert (rows.tail_mass == 0).all()
+
+
+def test_ties_are_recorded_once():
+    logits = torch.zeros(4, 12)
+    logits[2:, 6:] = -INF
+    sampled = torch.tensor([0, 11, 0, 5])
+    head = capture_support(logits, sampled, kind=RowKind.HEAD, top=3)
+    for i, (ids, logprobs) in enumerate(entries_of(head)):
+        assert len(set(ids)) == len(ids) in (3, 4)
+        assert int(sampled[i]) in ids
+        kept = 12 if i < 2 else 6
+        torch.testing.assert_close(logprobs, torch.full((len(ids),), -math.log(kept)))
+        assert head.tail_mass[i].item() == pytest.approx(1 - len(ids) / kept, rel=1e-6)
+    replay = capture_support(logits, sampled, kind=RowKind.REPLAY)
+    assert replay.counts.tolist() == [12, 12, 6, 6]
+
+
+def chi_square(ids, q):
+    observed = torch.bincount(torch.tensor(ids), minlength=len(q)).double()
+    assert (observed[q == 0] == 0).all()
+    kept = q > 0
+    expected = q[kept] * len(ids)
+    return ((observed[kept] - expected) ** 2 / expected).sum().item(), int(kept.sum()) - 1
+
+
+def test_draws_follow_q_whatever_was_sampled():
+    row = torch.tensor([1.0, 0.0, -INF, 2.0, -1.0, -INF, 0.5])
+    q = log_q(row).exp()
+    logits = row.expand(2, 7)
+    rows = capture_support(
+        logits,
+        torch.tensor([4, 3]),  # an unlikely and the likeliest token
+        kind=RowKind.DRAWS,
+        draws=20000,
+        generator=torch.Generator().manual_seed(0),
+    )
+    (first, _), (second, _) = entries_of(rows)
+    for ids in (first, second):
+        statistic, freedom = chi_square(ids, q)
+        assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+    # Independent of each other within a row: pairs of neighbouring draws follow q x q.
+    pairs = [a * 7 + b for a, b in zip(first[::2], first[1::2], strict=True)]
+    statistic, freedom = chi_square(pairs, (q[:, None] * q).flatten())
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("draws", [1, 2, 9])
+def test_draws_keep_their_number_repeats_and_logprobs(draws):
+    logits, sampled = masked_logits(31, 47)
+    logits[0] = -INF
+    logits[0, sampled[0]] = 1.0
+    generator = torch.Generator().manual_seed(3)
+    rows = capture_support(logits, sampled, kind=RowKind.DRAWS, draws=draws, generator=generator)
+    assert rows.counts.tolist() == [draws] * 31
+    assert (rows.tail_mass == 0).all()
+    for i, (ids, logprobs) in enumerate(entries_of(rows)):
+        torch.testing.assert_close(logprobs.double(), log_q(logits[i])[ids], atol=1e-6, rtol=1e-6)
+    assert entries_of(rows)[0][0] == [int(sampled[0])] * draws
+    again = capture_support(
+        logits, sampled, kind=RowKind.DRAWS, draws=draws, generator=generator.manual_seed(3)
+    )
+    assert torch.equal(rows.packed, again.packed)
+
+
+@pytest.mark.parametrize("kind", [RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS])
+def test_unusable_rows_are_failed_and_harm_no_neighbour(kind):
+    logits, sampled = masked_logits(9, 29)
+
+    def capture(logits, sampled):
+        generator = torch.Generator().manual_seed(0)
+        return capture_support(logits, sampled, kind=kind, generator=generator)
+
+    good = entries_of(capture(logits, sampled))
+    logits, sampled = logits.clone(), sampled.clone()
+    logits[0, 3] = math.nan
+    logits[2, 5] = INF
+    logits[3] = -INF
+    logits[5, sampled[5]] = -INF
+    sampled[6], sampled[8] = 29, -1
+    rows = capture(logits, sampled)
+    failed = [0, 2, 3, 5, 6, 8]
+    for i, (entries, unharmed) in enumerate(zip(entries_of(rows), good, strict=True)):
+        if i in failed:
+            assert rows.counts[i] == -1
+            assert rows.kind[i] == RowKind.FAILED
+            assert rows.sampled_logprobs[i].isnan()
+            assert rows.tail_mass[i] == 1
+        else:
+            assert rows.kind[i] == kind
+            if kind == RowKind.DRAWS:  # other rows' distributions do not move a row's draws
+                assert len(entries[0]) == len(unharmed[0])
+            else:
+                assert entries[0] == unharmed[0]
+                assert torch.equal(entries[1], unharmed[1])
+
+
+def test_none_rows_ask_for_nothing():
+    logits = torch.full((3, 5), math.nan)
+    rows = capture_support(logits, torch.tensor([0, 7, -1]), kind=RowKind.NONE)
+    assert rows.counts.tolist() == [0, 0, 0]
+    assert rows.packed.shape == (0,)
+    assert rows.kind.tolist() == [0, 0, 0]
+    assert rows.tail_mass.tolist() == [1, 1, 1]
+    assert rows.sampled_logprobs.isnan().all()
+
+
+def rows_of_widths(widths, vocab=16):
+    logits = torch.full((len(widths), vocab), -INF)
+    for i, width in enumerate(widths):
+        logits[i, vocab - width :] = torch.arange(width).float()
+    return logits, torch.full((len(widths),), vocab - 1)
+
+
+@pytest.mark.parametrize(
+    ("widths", "capacity", "recorded"),
+    [
+        ([3, 5, 2], 10, [True, True, True]),
+        ([3, 5, 2], 9, [True, False, True]),
+        ([3, 5, 2], 5, [True, False, True]),
+        ([16, 1, 1], 4, [False, True, True]),
+        ([2, 2, 2], 5, [True, True, False]),
+        ([2, 2, 2], 0, [False, False, False]),
+    ],
+)
+def test_rows_that_do_not_fit_are_failed_and_the_others_whole(widths, capacity, recorded):
+    logits, sampled = rows_of_widths(widths)
+    rows = capture_support(logits, sampled, kind=RowKind.REPLAY, capacity=capacity)
+    assert rows.packed.shape == (capacity,)
+    for i, entries in enumerate(entries_of(rows)):
+        if recorded[i]:
+            assert entries[0] == list(range(16 - widths[i], 16))
+            expected = log_q(logits[i])[16 - widths[i] :].float()
+            torch.testing.assert_close(entries[1], expected, atol=1e-6, rtol=0)
+        else:
+            assert entries is None
+            assert rows.kind[i] == RowKind.FAILED
+            assert rows.tail_mass[i] == 1
+    expected = logits.log_softmax(1)[:, -1]  # known all the same
+    torch.testing.assert_close(rows.sampled_logprobs, expected, atol=1e-6, rtol=0)
+
+
+def test_unusable_rows_take_no_room():
+    logits, sampled = rows_of_widths([3, 5, 2])
+    logits[1, 0] = math.nan
+    rows = capture_support(logits, sampled, kind=RowKind.REPLAY, capacity=5)
+    assert rows.counts.tolist() == [3, -1, 2]
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 200, 2**22])
+def test_mixed_kinds_in_one_call_equal_each_kind_alone(chunk_elements, monkeypatch):
+    monkeypatch.setattr(capture_module, "_CHUNK_ELEMENTS", chunk_elements)
+    logits, sampled = masked_logits(40, 53)
+    logits[7, 2] = math.nan
+    kind = torch.arange(40).remainder(5).sub(1).to(torch.int8)
+    kind[39] = 9  # no such kind
+    rows = capture_support(logits, sampled, kind=kind, top=4, draws=3)
+    alone = {k: entries_of(capture_support(logits, sampled, kind=k, top=4)) for k in RowKind}
+    for i, entries in enumerate(entries_of(rows)):
+        if i in (7, 39) or kind[i] == RowKind.FAILED:
+            assert entries is None
+            assert rows.kind[i] == RowKind.FAILED
+            continue
+        assert rows.kind[i] == kind[i]
+        if kind[i] == RowKind.DRAWS:
+            assert len(entries[0]) == 3
+            torch.testing.assert_close(entries[1], log_q(logits[i])[entries[0]].float())
+        else:
+            assert entries[0] == alone[int(kind[i])][i][0]
+            assert torch.equal(entries[1], alone[int(kind[i])][i][1])
+
+
+def test_the_default_capacity_is_what_the_rows_can_need_up_to_a_bound(monkeypatch):
+    logits, sampled = masked_logits(6, 50)
+
+    def capacity(**options):
+        return capture_support(logits, sampled, **options).packed.numel()
+
+    assert capacity(kind=RowKind.REPLAY) == 6 * 50
+    assert capacity(kind=RowKind.HEAD, top=7) == 6 * 8
+    assert capacity(kind=RowKind.DRAWS, draws=7) == 6 * 7
+    assert capacity(kind=torch.zeros(6, dtype=torch.int8)) == 6 * 50
+    monkeypatch.setattr(capture_module, "_MAX_DEFAULT_CAPACITY", 100)
+    assert capacity(kind=RowKind.REPLAY) == 100
+
+
+@pytest.mark.parametrize("kind", list(RowKind))
+def test_no_rows(kind):
+    rows = capture_support(torch.empty(0, 5), torch.empty(0, dtype=torch.int64), kind=kind)
+    assert rows.packed.shape == rows.counts.shape == rows.kind.shape == (0,)
+    assert rows.tail_mass.shape == rows.sampled_logprobs.shape == (0,)
+
+
+@pytest.mark.parametrize("kind", [*RowKind, None])
+@pytest.mark.parametrize("draws", [1, 3])
+def test_no_value_is_read_on_the_host(kind, draws):
+    # Fake tensors have no values: reading one, or a shape that depends on one, raises.
+    with FakeTensorMode():
+        kind = torch.zeros(4, dtype=torch.int8) if kind is None else kind
+        sampled = torch.zeros(4, dtype=torch.int64)
+        rows = capture_support(torch.randn(4, 9), sampled, kind=kind, draws=draws)
+        assert rows.packed.dtype == torch.int64
+
+
+def test_views_expanded_rows_and_int32_tokens():
+    logits, sampled = masked_logits(1, 21)
+    wide = torch.full((21, 3), math.nan)
+    wide[:, 1] = logits[0]
+    rows = capture_support(wide.T[1:2].expand(4, 21), sampled.int().expand(4), kind=RowKind.REPLAY)
+    expected = entries_of(capture_support(logits, sampled, kind=RowKind.REPLAY))[0]
+    for ids, logprobs in entries_of(rows):
+        assert ids == expected[0]
+        assert torch.equal(logprobs, expected[1])
+
+
+def test_logits_that_need_gradient_give_rows_without():
+    logits, sampled = masked_logits(3, 9)
+    rows = capture_support(logits.requires_grad_(), sampled, kind=RowKind.REPLAY)
+    assert not rows.sampled_logprobs.requires_grad
+    assert not rows.packed.requires_grad
+
+
+def test_to_support_keeps_rows_kinds_and_tails():
+    logits, sampled = masked_logits(12, 40, keep=0.6)
+    kind = torch.tensor([1, 2, 3, 0] * 3, dtype=torch.int8)
+    logits[4, 0] = math.nan
+    rows = capture_support(logits, sampled, kind=kind, top=3, draws=2, capacity=400)
+    support = rows.to_support()
+    assert torch.equal(support.kind, rows.kind)
+    assert torch.equal(support.sampler_tail_mass, rows.tail_mass)
+    for i, entries in enumerate(entries_of(rows)):
+        span = slice(int(support.offsets[i]), int(support.offsets[i + 1]))
+        if entries is None:
+            assert span.start == span.stop
+            continue
+        assert support.ids[span].tolist() == entries[0]
+        assert torch.equal(support.sampler_logprobs[span], entries[1])
+        assert support.known[span].all()
+    usable = [i for i in range(12) if i != 4]
+    support.select(torch.tensor(usable)).validate(
+        sampled[usable],
+        40,
+        # A row without evidence has no log q here: the engine's own number stands for it.
+        inference_logprobs=torch.where(
+            rows.kind == RowKind.NONE,
+            logits.log_softmax(1)[range(12), sampled],
+            rows.sampled_logprobs,
+        )[usable],
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"processed_logits": torch.zeros(3)}, "processed_logits: expected a floating-point"),
+        ({"processed_logits": torch.zeros(2, 4, dtype=torch.int64)}, "got int64 \\[2, 4\\]"),
+        ({"processed_logits": torch.zeros(2, 0)}, "processed_logits: .* got V = 0"),
+        ({"sampled": torch.zeros(3, dtype=torch.int64)}, "sampled: expected .* got int64 \\[3\\]"),
+        ({"sampled": torch.zeros(2)}, "sampled: expected int64 or int32 \\[2\\], got float32"),
+        ({"sampled": torch.zeros(2, dtype=torch.int64, device="meta")}, "sampled: .* on meta"),
+        ({"kind": torch.zeros(2, dtype=torch.int64)}, "kind: expected int8 \\[2\\], got int64"),
+        ({"kind": torch.zeros(1, dtype=torch.int8)}, "kind: expected int8 \\[2\\]"),
+        ({"kind": 4}, "kind: expected a RowKind .* got 4"),
+        ({"kind": "replay"}, "kind: .* got 'replay'"),
+        ({"kind": True}, "kind: .* got True"),
+        ({"capacity": -1}, "capacity: expected an int of at least 0, got -1"),
+        ({"capacity": 1.5}, "capacity: .* got 1.5"),
+        ({"top": -1}, "top: expected an int of at least 0, got -1"),
+        ({"draws": 0}, "draws: expected an int of at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    arguments = {
+        "processed_logits": torch.zeros(2, 4),
+        "sampled": torch.zeros(2, dtype=torch.int64),
+        "kind": RowKind.REPLAY,
+    }
+    with pytest.raises(ValueError, match=message):
+        capture_support(**arguments | change)

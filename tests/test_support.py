@@ -1,0 +1,633 @@
+"""Support: what its constructors make, and that rows never part from what belongs to them."""
+
+import copy
+import io
+import math
+import pickle
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import (
+    PROPERTY,
+    STRIDE,
+    assert_dtypes,
+    assert_host_facts,
+    assert_rows,
+    build,
+    mixed_rows,
+    tagged_row,
+    tagged_rows,
+    tags,
+)
+from torch.utils.data import DataLoader, Dataset
+
+from rl_loss.packing import pack_entries
+from rl_loss.support import RowKind, Support, rows_of_entries
+
+FAILED, NONE, REPLAY, HEAD, DRAWS = RowKind
+NAN = math.nan
+
+
+def log(*probabilities):
+    return [math.log(p) for p in probabilities]
+
+
+def fields(**changes):
+    """Three good rows - REPLAY of two ids, NONE, HEAD of one - with the given changes."""
+    good = {
+        "ids": torch.tensor([4, 2, 9], dtype=torch.int32),
+        "sampler_logprobs": torch.tensor(log(0.25, 0.75, 0.5)),
+        "known": torch.ones(3, dtype=torch.bool),
+        "offsets": torch.tensor([0, 2, 2, 3]),
+        "kind": torch.tensor([1, 0, 2], dtype=torch.int8),
+        "sampler_tail_mass": torch.tensor([0.0, 1.0, 0.5]),
+    }
+    return good | changes
+
+
+def refused(message):
+    return pytest.raises(ValueError, match=message)
+
+
+# --- row kinds and constructors ---
+
+
+def test_row_kinds_are_those_of_the_wire_format():
+    assert [(kind.name, int(kind)) for kind in RowKind] == [
+        ("FAILED", -1),
+        ("NONE", 0),
+        ("REPLAY", 1),
+        ("HEAD", 2),
+        ("DRAWS", 3),
+    ]
+
+
+def test_all_kinds_in_one_batch_from_rows():
+    support = Support.from_rows(
+        [
+            ([5, 2, 7], log(0.5, 0.3, 0.2)),
+            ([5, 2, 7], [math.log(0.5), 77.0, math.log(0.2)], [True, False, True]),
+            ([5, 2, 7], None),
+            ([9, 1], log(0.5, 0.25)),
+            ([3, 3, 8], log(0.5, 0.5, 0.1)),
+            None,
+            None,
+        ],
+        kind=[REPLAY, REPLAY, REPLAY, HEAD, DRAWS, HEAD, FAILED],
+    )
+    # A row without evidence is NONE whatever `kind` says, unless it says FAILED.
+    assert support.kind.tolist() == [REPLAY, REPLAY, REPLAY, HEAD, DRAWS, NONE, FAILED]
+    assert support.ids.tolist() == [5, 2, 7, 5, 2, 7, 5, 2, 7, 9, 1, 3, 3, 8]
+    assert support.offsets.tolist() == [0, 3, 6, 9, 11, 14, 14, 14]
+    assert support.known.tolist() == [*[True] * 4, False, True, *[False] * 3, *[True] * 5]
+    assert support.host.complete.tolist() == [True, False, False, True, True, False, False]
+    torch.testing.assert_close(
+        support.sampler_tail_mass, torch.tensor([0, 0.3, 1, 0.25, 0, 1, 1]), rtol=1e-6, atol=0
+    )
+    # Where q is known for every id, the tail of a REPLAY row, and that of draws, is exactly 0.
+    assert support.sampler_tail_mass[[0, 4]].tolist() == [0, 0]
+    assert_dtypes(support)
+    assert_host_facts(support)
+    assert repr(support) == (
+        "Support(7 rows: 1 FAILED, 1 NONE, 3 REPLAY, 1 HEAD, 1 DRAWS; nnz=14, device=cpu)"
+    )
+
+
+def test_the_default_tail_is_summed_in_float64():
+    """A tail of 1e-6 survives 4096 known ids, which a float32 sum would bury; none is negative."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.rand(4096, generator=generator, dtype=torch.float64)
+    logprobs = (q / q.sum() * (1 - 1e-6)).log().float()
+    exact = 1 - logprobs.double().exp().sum()
+    over = [0.0, math.log(1e-3)]
+    support = Support.from_rows(
+        [(torch.arange(4096), logprobs), ([3, 5], over), ([3, 5], over)], kind=[HEAD, HEAD, DRAWS]
+    )
+    tail = support.sampler_tail_mass
+    torch.testing.assert_close(tail[0].double(), exact, rtol=1e-6, atol=0)
+    assert 5e-7 < tail[0] < 1.5e-6
+    assert tail[1:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("tail_mass", [0.25, [0.25, 0.25], torch.tensor([0.25, 0.25])])
+def test_a_given_tail_mass_is_kept(tail_mass):
+    expected = [0.25, 0.25]
+    rows = [([1], [-0.5]), ([2], [-0.5])]
+    assert Support.from_rows(rows, tail_mass=tail_mass).sampler_tail_mass.tolist() == expected
+    padded = torch.tensor([[1], [2]]), torch.full((2, 1), -0.5)
+    assert Support.from_padded(*padded, tail_mass=tail_mass).sampler_tail_mass.tolist() == expected
+    packed = pack_entries(padded[0][:, 0], padded[1][:, 0]), torch.ones(2, dtype=torch.int64)
+    assert Support.from_packed(*packed, tail_mass=tail_mass).sampler_tail_mass.tolist() == expected
+
+
+@pytest.mark.parametrize("kind", [2, RowKind.HEAD, [2, 2], torch.tensor([2, 2]), (2, RowKind.HEAD)])
+def test_a_kind_is_one_value_or_one_a_row(kind):
+    assert Support.from_rows([([1], [-0.5]), ([2], [-0.5])], kind=kind).kind.tolist() == [2, 2]
+
+
+def test_from_rows_reads_tensors_arrays_tuples_and_generators():
+    numpy = pytest.importorskip("numpy")
+    rows = [
+        (torch.tensor([4, 5], dtype=torch.int32), torch.tensor([-0.5, -1.0], dtype=torch.float64)),
+        (numpy.array([6], dtype=numpy.int64), numpy.array([-2.0])),
+        [(7, 8), (-0.25, NAN)],
+        ([9, 10], [-0.25, NAN], [True, True]),
+    ]
+    support = Support.from_rows(row for row in rows)
+    assert support.ids.tolist() == [4, 5, 6, 7, 8, 9, 10]
+    assert support.sampler_logprobs.tolist()[:4] == [-0.5, -1, -2, -0.25]
+    # NaN says unknown, unless `known` claims that it was recorded: then validate will object.
+    assert support.known.tolist() == [True, True, True, True, False, True, True]
+    assert_dtypes(support)
+
+
+def test_from_packed_reads_what_is_unknown_and_what_failed():
+    packed = pack_entries(torch.tensor([4, 2, 9, 9]), torch.tensor([-0.5, NAN, -1.0, -1.0]))
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8):
+        counts = torch.tensor([2, -1, 0, 2], dtype=dtype)
+        support = Support.from_packed(packed, counts, kind=[REPLAY, HEAD, NONE, DRAWS])
+        assert support.kind.tolist() == [REPLAY, FAILED, NONE, DRAWS]
+        assert support.offsets.tolist() == [0, 2, 2, 2, 4]
+        assert support.ids.tolist() == [4, 2, 9, 9]
+        assert support.known.tolist() == [True, False, True, True]
+        tail = torch.tensor([1 - math.exp(-0.5), 1, 1, 0])
+        torch.testing.assert_close(support.sampler_tail_mass, tail, rtol=1e-6, atol=0)
+        assert_host_facts(support)
+
+
+def test_from_padded_never_reads_at_padding():
+    ids = torch.tensor([[[4, -1, 2], [-1, -1, -1]], [[-1, 7, -1], [1, 2, 3]]])
+    logprobs = torch.tensor([[[-0.5, 9e9, NAN], [math.inf] * 3], [[NAN, -1, NAN], [-3, -2, -1]]])
+    kind = [REPLAY, NONE, HEAD, REPLAY]
+    support = Support.from_padded(ids, logprobs.double(), kind=kind)
+    assert support.ids.tolist() == [4, 2, 7, 1, 2, 3]
+    assert support.offsets.tolist() == [0, 2, 2, 3, 6]
+    assert support.known.tolist() == [True, False, True, True, True, True]
+    assert support.sampler_logprobs[support.known].tolist() == [-0.5, -1, -3, -2, -1]
+    alone = Support.from_padded(ids.short(), None, kind=kind)
+    assert alone.ids.tolist() == support.ids.tolist()
+    assert not alone.known.any()
+    assert alone.sampler_tail_mass.tolist() == [1, 1, 1, 1]
+    assert_dtypes(support)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_empty(n):
+    support = Support.empty(n)
+    assert support.kind.tolist() == [NONE] * n
+    assert support.offsets.tolist() == [0] * (n + 1)
+    assert support.sampler_tail_mass.tolist() == [1] * n
+    assert support.nnz == 0
+    assert_dtypes(support)
+    assert_host_facts(support)
+    support.validate(torch.zeros(n, dtype=torch.int64), 4)
+
+
+def test_no_rows_from_any_constructor():
+    none = torch.empty(0, dtype=torch.int64)
+    for support in (
+        Support.from_rows([]),
+        Support.from_rows([], kind=[], tail_mass=[]),
+        Support.from_packed(none, none),
+        Support.from_padded(none.reshape(0, 3), torch.empty(0, 3)),
+        Support.from_padded(none.reshape(0, 0), None),
+        Support.cat([]),
+        Support.from_vllm([]),
+        Support.from_sglang([]),
+    ):
+        assert_rows(support, [])
+    assert_rows(Support.cat([Support.empty(0), Support.from_rows([])])[0:0].select([]), [])
+
+
+# --- what a constructor refuses ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ids": torch.tensor([4, 2, 9])}, r"ids must be torch.int32 \[3\], got torch.int64 \[3\]"),
+        (
+            {"ids": torch.zeros(1, 3, dtype=torch.int32)},
+            r"ids must be torch.int32 \[3\], got torch.int32 \[1, 3\]",
+        ),
+        ({"ids": torch.tensor(4, dtype=torch.int32)}, r"ids must be .* got torch.int32 \[\]"),
+        (
+            {"sampler_logprobs": torch.zeros(3).double()},
+            r"sampler_logprobs must be torch.float32 \[3\], got torch.float64 \[3\]",
+        ),
+        (
+            {"sampler_logprobs": torch.zeros(2)},
+            r"sampler_logprobs must be torch.float32 \[3\], got torch.float32 \[2\]",
+        ),
+        ({"known": torch.ones(3)}, r"known must be torch.bool \[3\], got torch.float32 \[3\]"),
+        (
+            {"known": torch.ones(4).bool()},
+            r"known must be torch.bool \[3\], got torch.bool \[4\]",
+        ),
+        (
+            {"offsets": torch.tensor([0, 2, 2, 3]).int()},
+            r"offsets must be torch.int64 \[4\], got torch.int32 \[4\]",
+        ),
+        (
+            {"offsets": torch.tensor([0, 2, 3])},
+            r"offsets must be torch.int64 \[4\], got torch.int64 \[3\]",
+        ),
+        (
+            {"offsets": torch.tensor([0, 2, 2, 3, 3])},
+            r"offsets must be torch.int64 \[4\], got torch.int64 \[5\]",
+        ),
+        (
+            {"kind": torch.tensor([1, 0, 2])},
+            r"kind must be torch.int8 \[3\], got torch.int64 \[3\]",
+        ),
+        ({"kind": torch.tensor(1, dtype=torch.int8)}, r"kind must be .*got torch.int8 \[\]"),
+        (
+            {"sampler_tail_mass": torch.zeros(3).double()},
+            r"sampler_tail_mass must be torch.float32 \[3\], got torch.float64 \[3\]",
+        ),
+        (
+            {"sampler_tail_mass": torch.zeros(3, 1)},
+            r"sampler_tail_mass must be torch.float32 \[3\], got torch.float32 \[3, 1\]",
+        ),
+        ({"known": torch.ones(3, device="meta").bool()}, "known must be on cpu, got meta"),
+        (
+            {"offsets": torch.tensor([0, 2, 2, 2])},
+            "offsets must run from 0 to nnz = 3, got 0 to 2",
+        ),
+        (
+            {"offsets": torch.tensor([1, 2, 2, 3])},
+            "offsets must run from 0 to nnz = 3, got 1 to 3",
+        ),
+        (
+            {"offsets": torch.tensor([0, 2, 1, 3])},
+            "offsets must not fall, got 2, 1 in row 1",
+        ),
+        (
+            {"kind": torch.tensor([1, 0, 4], dtype=torch.int8)},
+            r"kind must be a RowKind \(-1 to 3\), got 4 in row 2",
+        ),
+        (
+            {"kind": torch.tensor([1, -2, 2], dtype=torch.int8)},
+            r"kind must be a RowKind \(-1 to 3\), got -2 in row 1",
+        ),
+        (
+            {"kind": torch.tensor([0, 0, 2], dtype=torch.int8)},
+            "ids must be empty in a row of kind NONE, got 2 in row 0",
+        ),
+        (
+            {"kind": torch.tensor([1, 0, -1], dtype=torch.int8)},
+            "ids must be empty in a row of kind FAILED, got 1 in row 2",
+        ),
+        (
+            {"ids": torch.tensor([4, 2, -7], dtype=torch.int32)},
+            "ids must not be negative, got -7 in row 2",
+        ),
+        (
+            {"ids": torch.tensor([4, 4, 9], dtype=torch.int32)},
+            "ids must be unique in a REPLAY row, got 4 twice in row 0",
+        ),
+    ],
+)
+def test_malformed_fields_are_refused(changes, message):
+    Support(**fields())
+    with refused(message):
+        Support(**fields(**changes))
+
+
+@pytest.mark.parametrize("kind", [REPLAY, HEAD])
+def test_repeats_are_refused_where_ids_are_a_set(kind):
+    """FAULTS 6: [3, 3, 1] and a repeat that is not adjacent, at any place in the batch."""
+    for ids in ([3, 3, 1], [3, 1, 3], [2**31 - 1, 3, 2**31 - 1]):
+        logprobs = log(0.25, 0.5, 0.25)
+        repeated = ids[0]
+        with refused(f"unique in a {kind.name} row, got {repeated} twice in row 1"):
+            Support.from_rows([([3, 1], log(0.5, 0.5)), (ids, logprobs)], kind=kind)
+        Support.from_rows([([3, 1], log(0.5, 0.5)), (ids, logprobs)], kind=[kind, DRAWS])
+    # The same id in two rows is no repeat, nor across a row bound.
+    Support.from_rows([([1, 3], log(0.5, 0.5)), ([3, 1], log(0.5, 0.5))], kind=kind)
+
+
+@PROPERTY
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([REPLAY, HEAD, DRAWS]), st.lists(st.integers(0, 4), max_size=4)),
+        max_size=5,
+    )
+)
+def test_repeats_are_found_exactly(rows):
+    bad = [i for i, (kind, ids) in enumerate(rows) if kind != DRAWS and len(set(ids)) < len(ids)]
+    pairs = [(ids, [-1.0] * len(ids)) for _, ids in rows]
+    kinds = [int(kind) for kind, _ in rows]
+    if not bad:
+        built = Support.from_rows(pairs, kind=torch.tensor(kinds, dtype=torch.int64))
+        assert built.ids.tolist() == [token for _, ids in rows for token in ids]
+        return
+    with refused(f"twice in row {bad[0]}$"):
+        Support.from_rows(pairs, kind=kinds)
+
+
+def test_malformed_rows_are_refused():
+    good = ([1, 2], log(0.5, 0.5))
+    for row, message in [
+        (7, r"rows\[1\] must be \(ids, logprobs\).* got 7"),
+        (([1],), r"rows\[1\] must be \(ids, logprobs\)"),
+        (([1], [0.0], [True], 0), r"rows\[1\] must be \(ids, logprobs\)"),
+        (([1.5], [0.0]), r"rows\[1\]: ids must be integers \[K\], got torch.float32 \[1\]"),
+        (([True], [0.0]), r"rows\[1\]: ids must be integers \[K\], got torch.bool \[1\]"),
+        (([[1, 2]], [[0.0, 0.0]]), r"rows\[1\]: ids must be integers \[K\], got torch.int64"),
+        (([1, -1], log(0.5, 0.5)), r"rows\[1\]: ids must be in \[0, 2\*\*31\), got -1"),
+        (([2**31, 1], log(0.5, 0.5)), rf"rows\[1\]: ids must be in .*, got {2**31}"),
+        (([2**32 + 1], [0.0]), rf"rows\[1\]: ids must be in .*, got {2**32 + 1}"),
+        (([1, 2], [0.0]), r"rows\[1\]: logprobs .*must be \[2\] as ids, got \[1\]"),
+        (([1], [0.0], [True, False]), r"rows\[1\]: .* must be \[1\] .* torch.bool \[2\]"),
+        (([1], [0.0], [1]), r"rows\[1\]: .*known \(bool\) .* torch.int64 \[1\]"),
+    ]:
+        with refused(message):
+            Support.from_rows([good, row, good])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": [1]}, r"kind must be one value or one a row \[2\], got \(1,\)"),
+        ({"kind": [1, 1, 1]}, r"kind must be one value or one a row \[2\], got \(3,\)"),
+        ({"kind": [1.0, 2.0]}, "kind must convert to torch.int8, got torch.float32"),
+        ({"kind": True}, "kind must convert to torch.int8, got torch.bool"),
+        ({"kind": 4}, "kind must be a RowKind .* got 4 in row 0"),
+        ({"kind": [1, -2]}, "kind must be a RowKind .* got -2 in row 1"),
+        # What would wrap around to another kind in int8.
+        ({"kind": [1, 257]}, "kind must be a RowKind .* got 257 in row 1"),
+        ({"kind": 256}, "kind must be a RowKind .* got 256 in row 0"),
+        ({"tail_mass": [0.0]}, r"tail_mass must be one value or one a row \[2\], got \(1,\)"),
+        ({"tail_mass": torch.zeros(2, 1)}, r"tail_mass must be .* got \(2, 1\)"),
+        ({"tail_mass": [True, False]}, "tail_mass must convert to torch.float32, got torch.bool"),
+        ({"kind": [1, 0]}, "ids must be empty in a row of kind NONE, got 1 in row 1"),
+        ({"kind": [-1, 1]}, "ids must be empty in a row of kind FAILED, got 1 in row 0"),
+    ],
+)
+def test_malformed_kinds_and_tails_are_refused_by_each_constructor(arguments, message):
+    ids, logprobs = torch.tensor([[1], [2]]), torch.zeros(2, 1)
+    with refused(message):
+        Support.from_rows([([1], [0.0]), ([2], [0.0])], **arguments)
+    with refused(message):
+        Support.from_padded(ids, logprobs, **arguments)
+    with refused(message):
+        packed = pack_entries(ids[:, 0], logprobs[:, 0])
+        Support.from_packed(packed, torch.tensor([1, 1]), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("packed", "counts", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int32), [3], "packed must be int64, got torch.int32"),
+        (torch.zeros(3), [3], "packed must be int64, got torch.float32"),
+        (torch.zeros(1, 3, dtype=torch.int64), [3], r"packed must be \[nnz\], got \(1, 3\)"),
+        (None, [1, -2, 2], "counts must be -1 or more, got -2 in row 1"),
+        (None, [1, -1, 1], "counts add up to 2 entries, got 3"),
+        (None, [2, 2], "counts add up to 4 entries, got 3"),
+        (None, [1.0, 2.0], r"counts must be integers \[N\], got torch.float32 \(2,\)"),
+        (None, [True, True], r"counts must be integers \[N\], got torch.bool \(2,\)"),
+        (None, [[3]], r"counts must be integers \[N\], got torch.int64 \(1, 1\)"),
+    ],
+)
+def test_malformed_wire_rows_are_refused(packed, counts, message):
+    if packed is None:
+        packed = pack_entries(torch.tensor([1, 2, 3]), torch.zeros(3))
+    with refused(message):
+        Support.from_packed(packed, torch.tensor(counts))
+
+
+def test_packed_and_counts_on_two_devices_are_refused():
+    with refused("packed and counts must be on one device, got meta, cpu"):
+        Support.from_packed(
+            torch.empty(0, dtype=torch.int64, device="meta"), torch.zeros(1, dtype=torch.int64)
+        )
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "message"),
+    [
+        (torch.tensor([1, 2]), torch.zeros(2), r"ids must be integers \[..., K\], got torch.int64"),
+        (torch.zeros(1, 2), torch.zeros(1, 2), r"ids must be integers .*, got torch.float32"),
+        (torch.zeros(1, 2).bool(), torch.zeros(1, 2), "ids must be integers .*, got torch.bool"),
+        (torch.tensor([[1, 2]]), torch.zeros(1, 3), r"logprobs must .* \(1, 2\), got \(1, 3\)"),
+        (torch.tensor([[1], [-2]]), torch.zeros(2, 1), "ids must .*, got -2 in row 1"),
+        (torch.tensor([[1], [2**31]]), torch.zeros(2, 1), f"ids must .*, got {2**31} in row 1"),
+        (torch.tensor([[1], [2**32 + 5]]), torch.zeros(2, 1), f"got {2**32 + 5} in row 1"),
+    ],
+)
+def test_malformed_padded_rows_are_refused(ids, logprobs, message):
+    with refused(message):
+        Support.from_padded(ids, logprobs)
+
+
+def test_a_wrong_slice_or_selection_is_refused():
+    support = build(mixed_rows(4))
+    for rows in (2, slice(0, 4, 2), slice(None, None, -1), [0, 1], torch.tensor([1])):
+        with refused(re.escape(f"a Support is sliced as support[i:j], got [{rows!r}]")):
+            support[rows]
+    for rows, message in [
+        ([0, 4], r"rows must be in \[0, 4\), got 4 at position 1"),
+        ([1, 2, -1], r"rows must be in \[0, 4\), got -1 at position 2"),
+        ([0.0], r"rows must be row numbers \[M\], got torch.float32 \(1,\)"),
+        (torch.tensor([[0]]), r"rows must be row numbers \[M\], got torch.int64 \(1, 1\)"),
+        (torch.tensor([True, False]), r"rows must be a mask \[4\], got \(2,\)"),
+    ]:
+        with refused(message):
+            support.select(rows)
+    with refused("supports must be on one device, got .'cpu', 'meta'."):
+        Support.cat([support, support.to("meta")])
+
+
+def test_it_is_immutable():
+    support = build(mixed_rows(4))
+    with pytest.raises(AttributeError):
+        support.ids = support.ids + 1
+
+
+# --- rows and what belongs to them move together ---
+
+
+@PROPERTY
+@given(tagged_rows())
+def test_from_rows_keeps_every_row(rows):
+    assert_rows(build(rows), rows)
+
+
+@PROPERTY
+@given(tagged_rows(), st.integers(-10, 10), st.integers(-10, 10), st.integers(-10, 10))
+def test_slices(rows, start, stop, inner):
+    support, labels = build(rows), tags(rows)
+    part = support[start:stop]
+    assert_rows(part, rows[start:stop])
+    assert tags(rows[start:stop]).tolist() == labels[start:stop].tolist()
+    assert_rows(part[inner:], rows[start:stop][inner:])
+    assert_rows(support[:], rows)
+
+
+@PROPERTY
+@given(tagged_rows(), tagged_rows(start=100), tagged_rows(start=200, max_rows=2))
+def test_concatenation(first, second, third):
+    parts = [build(first), build(second), build(third)]
+    assert_rows(Support.cat(parts), first + second + third)
+    # Slices of slices are laid end to end as well: their offsets do not begin at 0.
+    whole = Support.cat(parts)
+    cut = len(whole) // 2
+    assert_rows(
+        Support.cat([whole[cut:], whole[:cut]]),
+        (first + second + third)[cut:] + (first + second + third)[:cut],
+    )
+
+
+@PROPERTY
+@given(tagged_rows(min_rows=1), st.data())
+def test_selection(rows, data):
+    support, labels = build(rows), tags(rows)
+    picks = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=12))
+    expected = [rows[i] for i in picks]
+    assert_rows(support.select(picks), expected)
+    assert labels[picks].tolist() == [row.tag for row in expected]
+    assert_rows(support.select(torch.tensor(picks, dtype=torch.int32)), expected)
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
+    assert_rows(support.select(mask), [row for row, on in zip(rows, mask, strict=True) if on])
+    cut = data.draw(st.integers(0, len(rows)))
+    within = [i - cut for i in picks if i >= cut]
+    assert_rows(support[cut:].select(within), [rows[cut:][i] for i in within])
+
+
+@PROPERTY
+@given(tagged_rows(), st.integers(0, 4))
+def test_packed_and_padded_round_trips(rows, cut):
+    for support, expected in ((build(rows), rows), (build(rows)[cut:], rows[cut:])):
+        assert_rows(Support.from_packed(*support.to_packed()), expected)
+        assert_rows(Support.from_padded(*support.to_padded()), expected)
+        packed, counts, _, _ = support.to_packed()
+        assert counts.tolist() == [-1 if row.kind == FAILED else len(row.ids) for row in expected]
+        assert packed.shape == (support.nnz,)
+
+
+@PROPERTY
+@given(tagged_rows(), st.integers(0, 4))
+def test_pickle_and_copies(rows, cut):
+    support = build(rows)[cut:]
+    assert_rows(pickle.loads(pickle.dumps(support)), rows[cut:])
+    assert_rows(copy.copy(support), rows[cut:])
+    assert_rows(copy.deepcopy(support), rows[cut:])
+
+
+def test_a_pickled_slice_leaves_the_rest_behind():
+    rows = mixed_rows(1000)
+    support = build(rows)
+    for i in (0, 500, 998):
+        part = support[i : i + 2]
+        assert part.kind.data_ptr() == support.kind[i:].data_ptr()  # a view
+        assert len(pickle.dumps(part)) < 2 * len(pickle.dumps(build(rows[i : i + 2])))
+        assert_rows(pickle.loads(pickle.dumps(part)), rows[i : i + 2])
+
+
+def test_torch_save_and_load():
+    rows, file = mixed_rows(9), io.BytesIO()
+    torch.save({"support": build(rows)}, file)
+    file.seek(0)
+    assert_rows(torch.load(file, weights_only=False)["support"], rows)
+
+
+@PROPERTY
+@given(tagged_rows(), st.integers(0, 8), st.integers(0, 8))
+def test_a_move_takes_the_rows_and_leaves_the_facts(rows, start, stop):
+    support = build(rows)
+    assert_rows(support.to("cpu", non_blocking=True), rows)
+    # Nothing can be read from a meta tensor: an operation that asked the device would raise.
+    far = support.to("meta")
+    moved = Support.cat([far[start:stop], far]).select([0] if len(rows) else [])
+    near = Support.cat([support[start:stop], support]).select([0] if len(rows) else [])
+    for there, here in ((far, support), (moved, near), (far[start:stop], support[start:stop])):
+        assert there.device.type == "meta"
+        for fact, expected in zip(there.host, here.host, strict=True):
+            assert fact.device.type == "cpu"
+            assert torch.equal(fact, expected)
+        for name in ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass"):
+            assert getattr(there, name).shape == getattr(here, name).shape
+            assert getattr(there, name).dtype == getattr(here, name).dtype
+    assert far.entry_rows.shape == (support.nnz,)
+    assert [part.shape for part in far.to_padded()] == [part.shape for part in support.to_padded()]
+    assert [part.shape for part in far.to_packed()] == [part.shape for part in support.to_packed()]
+
+
+class Rows(Dataset):
+    """Groups of consecutive rows, each with its labels."""
+
+    def __init__(self, rows, sizes):
+        self.support, self.labels = build(rows), tags(rows)
+        self.bounds = [0]
+        for size in sizes:
+            self.bounds.append(self.bounds[-1] + size)
+        assert self.bounds[-1] == len(rows)
+
+    def __len__(self):
+        return len(self.bounds) - 1
+
+    def __getitem__(self, i):
+        group = slice(self.bounds[i], self.bounds[i + 1])
+        return {"support": self.support[group], "labels": self.labels[group]}
+
+
+class OneRow(Dataset):
+    def __init__(self, rows):
+        self.support, self.labels = build(rows), tags(rows)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, i):
+        return self.support[i : i + 1], self.labels[i]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_loader_collates_single_rows(num_workers):
+    rows = mixed_rows(23)
+    loader = DataLoader(
+        OneRow(rows),
+        batch_size=4,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(0),
+        num_workers=num_workers,
+    )
+    seen = []
+    for support, labels in loader:
+        assert_rows(support, [rows[tag] for tag in labels.tolist()])
+        seen += labels.tolist()
+    assert seen != sorted(seen)
+    assert sorted(seen) == list(range(23))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_loader_joins_groups_of_rows(num_workers):
+    """One group a step (batch_size None: nothing to collate), and two of one size."""
+    rows = mixed_rows(16)
+    loader = DataLoader(Rows(rows, [3, 0, 6, 1, 6]), batch_size=None, num_workers=num_workers)
+    seen = []
+    for group in loader:
+        assert_rows(group["support"], [rows[tag] for tag in group["labels"].tolist()])
+        seen += group["labels"].tolist()
+    assert seen == list(range(16))
+    loader = DataLoader(Rows(rows, [4] * 4), batch_size=2, num_workers=num_workers)
+    for step, batch in enumerate(loader):
+        assert batch["labels"].flatten().tolist() == list(range(8 * step, 8 * step + 8))
+        assert_rows(batch["support"], rows[8 * step : 8 * step + 8])
+
+
+def test_ids_tell_the_row():
+    """The tests above lean on this: no two tags share an id."""
+    rows = [tagged_row(tag, REPLAY, 5, 31, 2) for tag in range(20)]
+    support = build(rows)
+    assert torch.equal(support.ids // STRIDE, tags(rows)[support.entry_rows].int())
+
+
+def test_entry_rows():
+    offsets = torch.tensor([0, 0, 3, 3, 4])
+    assert rows_of_entries(offsets, 4).tolist() == [1, 1, 1, 3]
+    assert rows_of_entries(torch.zeros(1, dtype=torch.int64), 0).tolist() == []
