@@ -133,10 +133,10 @@ def capture_support(
             processed_logits[chunk], sampled[chunk]
         )
         sampled_logprobs[chunk] = logprobs.gather(1, labels[:, None])[:, 0]
-        entries = []
+        entries: list[tuple[RowKind, Tensor, Tensor, Tensor]] = []
         if RowKind.HEAD in possible:
-            *head, tail = _head_entries(logprobs, labels, top)
-            entries.append((RowKind.HEAD, *head))
+            ids, head, recorded, tail = _head_entries(logprobs, labels, top)
+            entries.append((RowKind.HEAD, ids, head, recorded))
             tail_mass[chunk] = torch.where(asked[chunk] == RowKind.HEAD, tail, 0.0)
         if RowKind.DRAWS in possible:
             entries.append((RowKind.DRAWS, *_draw_entries(logprobs, draws, generator)))

@@ -111,7 +111,7 @@ def dense_bwd(
             share[at[0][known], at[1][known]] = -torch.inf
             dz += share.exp_() * upstream[:, None]
             total += upstream
-        if d_entropy is not None:
+        if d_entropy is not None and saved.entropy is not None:
             total = total[:, None] + d_entropy[some, None] * (logp + saved.entropy[chunk, None])
         else:
             total = total[:, None]
@@ -126,7 +126,7 @@ def dense_bwd(
                 d_rows += dz[:, block] @ part
             if d_weight is not None:
                 d_weight[block].addmm_(dz[:, block].T, h)
-        if d_hidden is not None:
+        if d_hidden is not None and d_rows is not None:
             d_hidden[some] += d_rows
 
 

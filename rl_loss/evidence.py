@@ -114,19 +114,19 @@ def read_tokens(inputs: Any) -> Tokens:
 def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     """The support entries of `inputs`, flat with offsets or padded, checked for shape."""
     n, dtype, device = len(tokens.mask), tokens.log_p.dtype, tokens.mask.device
-    log_p = getattr(inputs, "trainer_support_logprobs", None)
-    log_q = getattr(inputs, "sampler_support_logprobs", None)
+    log_p: Any = getattr(inputs, "trainer_support_logprobs", None)
+    log_q: Any = getattr(inputs, "sampler_support_logprobs", None)
     if (log_p is None) != (log_q is None):
         raise ValueError(
             "trainer_support_logprobs and sampler_support_logprobs must be given together"
         )
     if log_p is None or log_q is None:
         log_p = log_q = torch.zeros(0, dtype=dtype, device=device)
-        rows = torch.zeros(0, dtype=torch.int64, device=device)
+        rows: Tensor | None = torch.zeros(0, dtype=torch.int64, device=device)
     else:
         rows = _entry_rows(inputs, log_p)
-    valid = getattr(inputs, "support_valid", None)
-    valid = torch.ones_like(log_p, dtype=torch.bool) if valid is None else valid
+    given = getattr(inputs, "support_valid", None)
+    valid: Tensor = torch.ones_like(log_p, dtype=torch.bool) if given is None else given
     for name, value in {"sampler_support_logprobs": log_q, "support_valid": valid}.items():
         if value.shape != log_p.shape:
             raise ValueError(

@@ -96,7 +96,7 @@ def gathered_bwd(
         upstream += torch.where(unknown, log_share.exp() * d_tail_logprobs[chosen][place], 0.0)
     p = logp.exp()
     dz = upstream - p * segment_sum(upstream, place, len(chosen))[place]
-    if d_entropy is not None:
+    if d_entropy is not None and saved.entropy is not None:
         dz -= p * (logp + saved.entropy[place]) * d_entropy[chosen][place]
     # A row of one id has no gradient; its logit was not computed and must not lend it a slope.
     wide = (rows.support.offsets.diff()[chosen] > 1)[place]

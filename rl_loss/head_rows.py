@@ -49,7 +49,7 @@ class HeadRows:
         return self.support.offsets[rows][places] + within, places
 
 
-def local_tensor(name: str, tensor: Tensor | None) -> Tensor | None:
+def local_tensor(name: str, tensor: Any) -> Any:
     """The tensor itself, or what a replicated DTensor holds; a sharded one is refused."""
     module = sys.modules.get("torch.distributed.tensor")
     if tensor is None or module is None or not isinstance(tensor, module.DTensor):
@@ -102,10 +102,9 @@ def flat_rows(
     support = Support.empty(n, device=device) if support is None else support
     if active is None or active.device.type == "cpu":
         check_recorded(support, active)
-    on_device = active
     if active is None:
-        on_device = torch.ones(shape, dtype=torch.bool, device=device)
-    on_device = on_device.to(device, non_blocking=True).reshape(n)
+        active = torch.ones(shape, dtype=torch.bool, device=device)
+    on_device = active.to(device, non_blocking=True).reshape(n)
     inv_temperature = _inv_temperature(temperature, hidden, weight, shape, on_device)
     if _host_sees(device):
         check_ids(support, vocab_size, on_device)
@@ -154,14 +153,10 @@ def _check_tensors(
         raise ValueError(
             f"active must be bool {tuple(labels.shape)}, got {active.dtype} {tuple(active.shape)}"
         )
-    for name, tensor in {
-        "weight": weight,
-        "labels": labels,
-        "support": support,
-        "bias": bias,
-    }.items():
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name} must be on {hidden.device} as hidden, got {tensor.device}")
+    given: dict[str, Any] = {"weight": weight, "labels": labels, "support": support, "bias": bias}
+    for name, value in given.items():
+        if value is not None and value.device != hidden.device:
+            raise ValueError(f"{name} must be on {hidden.device} as hidden, got {value.device}")
     if active is not None and active.device.type != "cpu" and active.device != hidden.device:
         raise ValueError(f"active must be on {hidden.device} or the host, got {active.device}")
     return weight.shape[0]

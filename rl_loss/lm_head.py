@@ -161,7 +161,7 @@ class FusedLMHead(nn.Linear):
         head.weight, head.bias = linear.weight, linear.bias
         return head
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
         labels: Tensor | None = None,
@@ -244,7 +244,7 @@ def _outputs(
         support_logprobs[part.entries] = part.support_logprobs
         if part.entropy is not None:
             uncertainty[part.chosen] = part.entropy
-    if full is not None:
+    if full is not None and full.entropy is not None:
         uncertainty[full.chosen] = full.entropy
     for out in (logprobs, tail, uncertainty):
         out.masked_fill_(rows.broken, torch.nan)

@@ -109,7 +109,7 @@ class Support:
     offsets: Tensor
     kind: Tensor
     sampler_tail_mass: Tensor
-    host: HostFacts | None = None
+    host: HostFacts = None  # type: ignore[assignment]  # filled in where left out
 
     def __post_init__(self) -> None:
         if self.host is None:
@@ -494,7 +494,8 @@ class Support:
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> "Support":
         fields = ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass")
-        return replace(self, **{name: move(getattr(self, name)) for name in fields})
+        changes: dict[str, Any] = {name: move(getattr(self, name)) for name in fields}
+        return replace(self, **changes)
 
     def _complete(self) -> Tensor:
         unknown = torch.zeros(len(self), dtype=torch.int64, device=self.device)

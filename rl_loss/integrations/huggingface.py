@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from rl_loss.logits import LogitTransform
 
 
 @torch.no_grad()
-def logit_options(model: nn.Module) -> dict[str, Any]:
+def logit_options(model: Any) -> dict[str, Any]:
     """The `bias`, `softcap` and `logit_scale` of a model's head, proved on the model itself.
 
     They are read off the model and its config (Gemma 2's `final_logit_softcapping`, Cohere's

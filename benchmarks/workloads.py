@@ -1,0 +1,140 @@
+"""The one input factory of all benchmarks: peaked logits and supports as samplers leave them."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_loss import Support
+
+LOGIT_STD = 4.0
+
+
+@dataclass
+class Workload:
+    """REPLAY rows, with an upstream gradient for every label and every support entry."""
+
+    name: str
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    labels: Tensor  # [N]
+    support: Support
+    d_logprobs: Tensor  # [N]
+    d_support_logprobs: Tensor  # [nnz]
+
+    @property
+    def shape(self) -> str:
+        n, h = self.hidden.shape
+        widths = self.support.host.offsets.diff()
+        return (
+            f"N {n}, H {h}, V {len(self.weight)}, nnz {self.support.nnz}, width mean "
+            f"{widths.double().mean():.1f}, max {int(widths.max())}"
+        )
+
+    def to(self, device: str, dtype: torch.dtype) -> "Workload":
+        return Workload(
+            self.name,
+            self.hidden.to(device, dtype),
+            self.weight.to(device, dtype),
+            self.labels.to(device),
+            self.support.to(device),
+            self.d_logprobs.to(device),
+            self.d_support_logprobs.to(device),
+        )
+
+
+def data_folder() -> Path | None:
+    """Where the real supports are: `RL_LOSS_DATA`, or `shared/data` beside the checkout."""
+    given = os.environ.get("RL_LOSS_DATA")
+    places = [given] if given else [Path(__file__).parents[2] / "shared" / "data"]
+    return next((Path(p) for p in places if (Path(p) / "smollm2_top_p95.npz").exists()), None)
+
+
+def real_rows(folder: Path) -> tuple[Workload, dict[str, np.ndarray]]:
+    """SmolLM2-135M's own top-p 0.95 supports, hidden states and head, and the raw arrays."""
+    arrays = dict(np.load(folder / "smollm2_top_p95.npz"))
+    counts = torch.from_numpy(np.diff(arrays["offsets"]))
+    logprobs = torch.from_numpy(arrays["sampler_logprobs"])
+    support = Support(
+        ids=torch.from_numpy(arrays["ids"]),
+        sampler_logprobs=logprobs,
+        known=torch.ones_like(logprobs, dtype=torch.bool),
+        offsets=torch.from_numpy(arrays["offsets"]),
+        kind=torch.ones(len(counts), dtype=torch.int8),
+        sampler_tail_mass=torch.zeros(len(counts)),
+    )
+    workload = _with_upstream(
+        "real",
+        torch.from_numpy(arrays["hidden"]).float(),
+        torch.from_numpy(np.load(folder / "smollm2_lm_head.npy")).float(),
+        torch.from_numpy(arrays["labels"]).long(),
+        support,
+    )
+    return workload, arrays
+
+
+def real_like(n: int = 2337, h: int = 576, v: int = 49152, seed: int = 0) -> Workload:
+    """Widths with the quantiles of the real rows: median 44, mean 235, max 5092."""
+    g = torch.Generator().manual_seed(seed)
+    normal = torch.randn(n, generator=g)
+    widths = (44 * (1.83 * normal).exp()).clamp(1, min(5092, v)).long()
+    return zipf_rows("real-like", widths, h, v, seed)
+
+
+def zipf_rows(name: str, widths: Tensor, h: int, v: int, seed: int = 0) -> Workload:
+    """Unique ids in each row, drawn by Zipf's law, as the frequent tokens of a text are."""
+    g = torch.Generator().manual_seed(seed)
+    n, nnz = len(widths), int(widths.sum())
+    rows = torch.repeat_interleave(torch.arange(n), widths)
+    ids = torch.empty(nnz, dtype=torch.int64)
+    todo = torch.ones(nnz, dtype=torch.bool)
+    for _ in range(6):  # redraw what stands twice in a row; what is left is drawn evenly
+        ids[todo] = (v ** torch.rand(int(todo.sum()), generator=g, dtype=torch.float64)).long() - 1
+        todo = _twice(rows, ids, v)
+        if not todo.any():
+            break
+    while todo.any():
+        ids[todo] = torch.randint(v, (int(todo.sum()),), generator=g)
+        todo = _twice(rows, ids, v)
+    order = (rows * v + ids).argsort()
+    ids = ids[order].int()
+    logits = LOGIT_STD * torch.randn(nnz, generator=g)
+    total = torch.zeros(n).index_add(0, rows, logits.exp())
+    logprobs = logits - total.log()[rows]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), widths.cumsum(0)])
+    support = Support(
+        ids=ids,
+        sampler_logprobs=logprobs,
+        known=torch.ones(nnz, dtype=torch.bool),
+        offsets=offsets,
+        kind=torch.ones(n, dtype=torch.int8),
+        sampler_tail_mass=torch.zeros(n),
+    )
+    pick = (torch.rand(n, generator=g) * widths).long().clamp(max=widths.max() - 1)
+    return _with_upstream(
+        name,
+        torch.randn(n, h, generator=g),
+        torch.randn(v, h, generator=g) * (LOGIT_STD / math.sqrt(h)),
+        ids[offsets[:-1] + torch.minimum(pick, widths - 1)].long(),
+        support,
+        seed,
+    )
+
+
+def _twice(rows: Tensor, ids: Tensor, v: int) -> Tensor:
+    """All but the first of the equal ids of a row."""
+    order = (rows * v + ids).argsort(stable=True)
+    keys = (rows * v + ids)[order]
+    repeat = torch.cat([torch.zeros(1, dtype=torch.bool), keys[1:] == keys[:-1]])
+    return torch.zeros_like(repeat).scatter(0, order, repeat)
+
+
+def _with_upstream(name, hidden, weight, labels, support, seed: int = 0) -> Workload:
+    g = torch.Generator().manual_seed(seed + 1)
+    advantages = torch.randn(len(labels), generator=g)
+    centering = support.sampler_logprobs.exp() * advantages[support.entry_rows]
+    return Workload(name, hidden, weight, labels, support, -advantages, centering)
