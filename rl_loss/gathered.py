@@ -1,7 +1,6 @@
 """REPLAY rows: logits of the support's ids alone, forward and backward."""
 
 import warnings
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,94 +13,112 @@ from rl_loss.segments import segment_logsumexp, segment_sum
 _BLOCK = 2**22
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """What the forward computed of G rows and their E entries, and the backward reads."""
-
-    chosen: Tensor  # [G] the rows, in the batch
-    entries: Tensor  # [E] the entries, in the support
-    place: Tensor  # [E] each entry's row, in `chosen`
-    z: Tensor  # [E] logits
-    support_logprobs: Tensor  # [E]
-    logprobs: Tensor  # [G]
-    tail_logprobs: Tensor  # [G]
-    entropy: Tensor | None  # [G]
-
-
-def gathered_fwd(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    bias: Tensor | None,  # [V]
-    rows: HeadRows,
-    transform: LogitTransform,
-    want_entropy: bool,
-) -> Gathered:
-    """Log-probabilities over the supports of all REPLAY rows.
+class SparseRows:
+    """All REPLAY rows of a batch, through torch's sparse products or bounded gathers.
 
     The tail of a row is the ids whose q is unknown. A row of one id has log p = 0 whatever its
     logit, which is not computed.
     """
-    chosen, n = rows.gathered, len(rows.gathered)
-    entries, place = rows.entries(chosen)
-    ids = rows.support.ids[entries]
-    wide = (rows.support.offsets.diff()[chosen] > 1)[place]
-    z = torch.zeros(len(ids), dtype=accumulation_dtype(hidden, weight), device=hidden.device)
-    z[wide] = transform(
-        sampled_products(hidden, weight, chosen[place[wide]], ids[wide]),
-        None if bias is None else bias[ids[wide]],
-        rows.inv_temperature[chosen[place[wide]]],
-    )
-    support_logprobs = z - segment_logsumexp(z, place, n)[place]
-    label = ids == rows.labels[chosen][place]
-    unknown = ~rows.support.known[entries]
-    entropy = None
-    if want_entropy:
-        entropy = -segment_sum(support_logprobs.exp() * support_logprobs, place, n)
-    return Gathered(
-        chosen=chosen,
-        entries=entries,
-        place=place,
-        z=z,
-        support_logprobs=support_logprobs,
-        logprobs=segment_sum(torch.where(label, support_logprobs, 0.0), place, n),
-        tail_logprobs=segment_logsumexp(support_logprobs[unknown], place[unknown], n),
-        entropy=entropy,
-    )
 
+    def __init__(
+        self,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,  # [V]
+        rows: HeadRows,
+        transform: LogitTransform,
+        want_entropy: bool,
+    ) -> None:
+        chosen, n, support = rows.gathered, len(rows.gathered), rows.support
+        entries, place = rows.entries(chosen)
+        ids = support.ids[entries]
+        wide = (support.offsets.diff()[chosen] > 1)[place]
+        z = torch.zeros(len(ids), dtype=accumulation_dtype(hidden, weight), device=hidden.device)
+        z[wide] = transform(
+            sampled_products(hidden, weight, chosen[place[wide]], ids[wide]),
+            None if bias is None else bias[ids[wide]],
+            rows.inv_temperature[chosen[place[wide]]],
+        )
+        logp = z - segment_logsumexp(z, place, n)[place]
+        label, unknown = ids == rows.labels[chosen][place], ~support.known[entries]
+        self.size = len(rows), support.nnz
+        self.chosen, self.entries, self.place = chosen, entries, place  # [G], [E], [E]
+        self.ids, self.wide, self.z, self.support_logprobs = ids, wide, z, logp  # [E]
+        self.label, self.unknown = label, unknown  # [E]
+        self.logprobs = segment_sum(torch.where(label, logp, 0.0), place, n)  # [G]
+        self.tail_logprobs = segment_logsumexp(logp[unknown], place[unknown], n)  # [G]
+        self.entropy = -segment_sum(logp.exp() * logp, place, n) if want_entropy else None
 
-def gathered_bwd(
-    saved: Gathered,
-    rows: HeadRows,
-    transform: LogitTransform,
-    d_logprobs: Tensor | None,  # [N]
-    d_support_logprobs: Tensor | None,  # [nnz]
-    d_tail_logprobs: Tensor | None,  # [N]
-    d_entropy: Tensor | None,  # [N]
-) -> Tensor:
-    """The gradient of each entry's raw product, `[E]`.
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`[N]`, `[nnz]`, `[N]`, `[N]`, 0 for the rows that are not REPLAY."""
+        n, nnz = self.size
+        new = self.z.new_zeros
+        logprobs, entries, tails, entropy = new(n), new(nnz), new(n), new(n)
+        logprobs[self.chosen] = self.logprobs
+        entries[self.entries] = self.support_logprobs
+        tails[self.chosen] = self.tail_logprobs
+        if self.entropy is not None:
+            entropy[self.chosen] = self.entropy
+        return logprobs, entries, tails, entropy
 
-    With `u` an entry's upstream, the label's and its share of the tail's included,
-    `dz_v = u_v - p_v * sum(u) - d_entropy * p_v * (log p_v + entropy)`.
-    """
-    chosen, place, logp = saved.chosen, saved.place, saved.support_logprobs
-    upstream = torch.zeros_like(logp)
-    if d_support_logprobs is not None:
-        upstream += d_support_logprobs[saved.entries]
-    if d_logprobs is not None:
-        label = rows.support.ids[saved.entries] == rows.labels[chosen][place]
-        upstream += torch.where(label, d_logprobs[chosen][place], 0.0)
-    if d_tail_logprobs is not None:
-        unknown = ~rows.support.known[saved.entries]
-        log_share = torch.where(unknown, logp - saved.tail_logprobs[place], -torch.inf)
-        upstream += torch.where(unknown, log_share.exp() * d_tail_logprobs[chosen][place], 0.0)
-    p = logp.exp()
-    dz = upstream - p * segment_sum(upstream, place, len(chosen))[place]
-    if d_entropy is not None and saved.entropy is not None:
-        dz -= p * (logp + saved.entropy[place]) * d_entropy[chosen][place]
-    # A row of one id has no gradient; its logit was not computed and must not lend it a slope.
-    wide = (rows.support.offsets.diff()[chosen] > 1)[place]
-    slope = transform.derivative(saved.z, rows.inv_temperature[chosen][place])
-    return torch.where(wide, dz * slope, 0.0)
+    def backward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: HeadRows,
+        transform: LogitTransform,
+        upstreams: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+        into: list[Tensor | None],
+    ) -> list[Tensor | None]:
+        """The gradients of hidden, weight and bias, those of `into` added before the rounding."""
+        grad = self.entry_grads(rows, transform, *upstreams)
+        at, ids = self.chosen[self.place], self.ids
+        grads: list[Tensor | None] = [None, None, None]
+        if needs[0]:
+            grads[0] = scattered_products(grad, weight, at, ids, len(hidden), ordered=True)
+        if needs[1]:
+            grads[1] = scattered_products(grad, hidden, ids, at, len(weight), ordered=False)
+        if needs[2] and bias is not None:
+            grads[2] = segment_sum(grad, ids, len(bias))
+        for i, (more, tensor) in enumerate(zip(into, (hidden, weight, bias), strict=True)):
+            total = grads[i]
+            if total is not None and tensor is not None:
+                grads[i] = (total if more is None else total.add_(more)).to(tensor.dtype)
+        return grads
+
+    def entry_grads(
+        self,
+        rows: HeadRows,
+        transform: LogitTransform,
+        d_logprobs: Tensor | None,  # [N]
+        d_support_logprobs: Tensor | None,  # [nnz]
+        d_tail_logprobs: Tensor | None,  # [N]
+        d_entropy: Tensor | None,  # [N]
+    ) -> Tensor:
+        """The gradient of each entry's raw product, `[E]`.
+
+        With `u` an entry's upstream, the label's and its share of the tail's included,
+        `dz_v = u_v - p_v * sum(u) - d_entropy * p_v * (log p_v + entropy)`.
+        """
+        chosen, place, logp = self.chosen, self.place, self.support_logprobs
+        u = torch.zeros_like(logp)
+        if d_support_logprobs is not None:
+            u += d_support_logprobs[self.entries]
+        if d_logprobs is not None:
+            u += torch.where(self.label, d_logprobs[chosen][place], 0.0)
+        if d_tail_logprobs is not None:
+            tail = torch.where(self.unknown, self.tail_logprobs[place], 0.0)
+            share = torch.where(self.unknown, logp - tail, -torch.inf).exp()
+            u += torch.where(self.unknown, share * d_tail_logprobs[chosen][place], 0.0)
+        p = logp.exp()
+        dz = u - p * segment_sum(u, place, len(chosen))[place]
+        if d_entropy is not None and self.entropy is not None:
+            dz -= p * (logp + self.entropy[place]) * d_entropy[chosen][place]
+        # A row of one id has no gradient; its logit was not computed and must lend it no slope.
+        slope = transform.derivative(self.z, rows.inv_temperature[chosen][place])
+        return torch.where(self.wide, dz * slope, 0.0)
 
 
 # --- the three products of entries (row, id) ---

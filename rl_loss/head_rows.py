@@ -1,6 +1,7 @@
 """The arguments of a head, checked and made into flat rows that are safe to compute."""
 
 import math
+import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,20 +63,37 @@ def local_tensor(name: str, tensor: Any) -> Any:
     return tensor.to_local()
 
 
+def use_kernels(impl: str, device: torch.device) -> bool:
+    """Whether the Triton kernels compute REPLAY rows; what cannot run raises."""
+    if impl not in ("auto", "reference", "triton"):
+        raise ValueError(f'impl must be "auto", "reference" or "triton", got {impl!r}')
+    if impl == "reference" or (impl == "auto" and device.type == "cpu"):
+        return False
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        raise ValueError(
+            f"impl={impl!r} needs tensors on a CUDA device, got {device.type}: "
+            'use impl="auto" on the CPU, "reference" elsewhere'
+        )
+    return True
+
+
+def only_replay(support: Support, active: Tensor | None) -> bool:
+    """Whether the host knows that every row a loss may read is REPLAY and has an entry."""
+    if support.plan.only_replay:
+        return True
+    if active is None or active.device.type != "cpu":
+        return False
+    kind, widths = support.host.kind, support.host.offsets.diff()
+    return not (((kind != RowKind.REPLAY) | (widths == 0)) & active.reshape(-1)).any()
+
+
 def check_options(
-    hidden: Tensor,
     softcap: float | None,
     logit_scale: float,
     entropy: str | None,
-    impl: str,
     process_group: Any,
 ) -> LogitTransform:
-    if impl not in ("auto", "reference", "triton"):
-        raise ValueError(f'impl must be "auto", "reference" or "triton", got {impl!r}')
-    if impl == "triton" or (impl == "auto" and hidden.device.type != "cpu"):
-        raise ValueError(
-            f'impl={impl!r} has no kernels for {hidden.device.type} tensors yet; use "reference"'
-        )
     if process_group is not None:
         raise ValueError("process_group: vocabulary-parallel weights are not supported yet")
     if entropy not in (None, "support", "full"):
@@ -98,7 +116,7 @@ def flat_rows(
 ) -> tuple[Tensor, HeadRows]:
     """Checks the arguments and flattens them to N rows, neutral where inactive."""
     shape, n, device = labels.shape, labels.numel(), hidden.device
-    vocab_size = _check_tensors(hidden, weight, labels, support, bias, active)
+    vocab_size = check_tensors(hidden, weight, labels, support, bias, active)
     support = Support.empty(n, device=device) if support is None else support
     if active is None or active.device.type == "cpu":
         check_recorded(support, active)
@@ -123,7 +141,7 @@ def flat_rows(
     return hidden.reshape(n, hidden.shape[-1]), rows
 
 
-def _check_tensors(
+def check_tensors(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -162,15 +180,13 @@ def _check_tensors(
     return weight.shape[0]
 
 
-def _inv_temperature(
-    temperature: float | Tensor, hidden: Tensor, weight: Tensor, shape: torch.Size, on: Tensor
-) -> Tensor:
-    """`1 / T`, `[N]`; a bad T on a device gives NaN."""
-    dtype = accumulation_dtype(hidden, weight)
-    if not isinstance(temperature, Tensor):
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
-        return torch.full((len(on),), 1.0 / temperature, dtype=dtype, device=hidden.device)
+def check_temperature(temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
+
+
+def check_temperatures(temperature: Tensor, hidden: Tensor, shape: torch.Size) -> None:
+    """Refuses a tensor of temperatures for its form alone."""
     if temperature.requires_grad:
         raise ValueError("temperature must not require a gradient: the head gives it none")
     if temperature.device != hidden.device:
@@ -181,6 +197,17 @@ def _inv_temperature(
         raise ValueError(
             f"temperature must be one value or {tuple(shape)}, got {tuple(temperature.shape)}"
         )
+
+
+def _inv_temperature(
+    temperature: float | Tensor, hidden: Tensor, weight: Tensor, shape: torch.Size, on: Tensor
+) -> Tensor:
+    """`1 / T`, `[N]`; a bad T on a device gives NaN."""
+    dtype = accumulation_dtype(hidden, weight)
+    if not isinstance(temperature, Tensor):
+        check_temperature(temperature)
+        return torch.full((len(on),), 1.0 / temperature, dtype=dtype, device=hidden.device)
+    check_temperatures(temperature, hidden, shape)
     temperature = temperature.to(dtype).expand(shape).reshape(-1)
     good = (temperature > 0) & (temperature < torch.inf)
     bad = on & ~good

@@ -1,6 +1,6 @@
 """The LM head that computes the logits a loss reads, and no others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -8,11 +8,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rl_loss.dense import Dense, dense_bwd, dense_fwd
-from rl_loss.gathered import Gathered, gathered_bwd, gathered_fwd, scattered_products
-from rl_loss.head_rows import HeadRows, check_options, flat_rows, local_tensor
+from rl_loss.gathered import SparseRows
+from rl_loss.head_rows import (
+    HeadRows,
+    check_options,
+    check_temperature,
+    check_temperatures,
+    check_tensors,
+    flat_rows,
+    local_tensor,
+    only_replay,
+    use_kernels,
+)
+from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.reference import reference_lm_head
-from rl_loss.segments import segment_sum
+from rl_loss.replay import KernelRows, replay_rows
 from rl_loss.support import RowKind, Support
+from rl_loss.validation import check_recorded
 
 
 @dataclass(frozen=True)
@@ -94,13 +106,19 @@ def fused_lm_head(
         True
     """
     weight, bias = local_tensor("weight", weight), local_tensor("bias", bias)
-    transform = check_options(hidden, softcap, logit_scale, entropy, impl, process_group)
+    kernels = use_kernels(impl, hidden.device)
+    transform = check_options(softcap, logit_scale, entropy, process_group)
+    if kernels and support is not None and entropy != "full" and only_replay(support, active):
+        check_tensors(hidden, weight, labels, support, bias, active)
+        return _replay(
+            hidden, weight, labels, support, temperature, bias, active, transform, entropy
+        )
     flat, rows = flat_rows(hidden, weight, labels, support, temperature, bias, active)
     with torch.autocast(hidden.device.type, enabled=False):
         if impl == "reference":
             out = reference_lm_head(flat, weight, bias, rows, transform, entropy)
         else:
-            out = _FusedLMHead.apply(flat, weight, bias, rows, transform, entropy)
+            out = _FusedLMHead.apply(flat, weight, bias, rows, transform, entropy, kernels)
     logprobs, support_logprobs, tail, uncertainty = out
     usable = rows.active & ~rows.broken & (rows.support.kind > RowKind.NONE)
     return LMHeadOutput(
@@ -110,6 +128,50 @@ def fused_lm_head(
         entropy=None if uncertainty is None else uncertainty.reshape(labels.shape),
         support_valid=usable[rows.support.entry_rows] & rows.support.known,
         active=rows.active.reshape(labels.shape),
+    )
+
+
+def _replay(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    support: Support,
+    temperature: float | Tensor,
+    bias: Tensor | None,
+    active: Tensor | None,
+    transform: LogitTransform,
+    entropy: str | None,
+) -> LMHeadOutput:
+    """A batch whose active rows all are REPLAY: the kernels do everything, checks included."""
+    shape, n = labels.shape, labels.numel()
+    if active is not None and active.device.type == "cpu":
+        check_recorded(support, active)
+    if isinstance(temperature, Tensor):
+        check_temperatures(temperature, hidden, shape)
+        temperature = temperature.expand(shape).reshape(n)
+    else:
+        check_temperature(temperature)
+    on = torch.ones((), dtype=torch.bool, device=hidden.device).expand(shape)
+    if active is not None:
+        on = active.to(hidden.device, non_blocking=True)
+    logprobs, support_logprobs, tails, uncertainty, valid, _ = replay_rows(
+        hidden.reshape(n, hidden.shape[-1]),
+        weight,
+        bias,
+        labels.reshape(n),
+        support,
+        temperature,
+        None if active is None else on.reshape(n),
+        transform,
+        entropy is not None,
+    )
+    return LMHeadOutput(
+        logprobs=logprobs.reshape(shape),
+        support_logprobs=support_logprobs,
+        trainer_tail_logprobs=tails.reshape(shape),
+        entropy=None if entropy is None else uncertainty.reshape(shape),
+        support_valid=valid,
+        active=on,
     )
 
 
@@ -179,19 +241,15 @@ class FusedLMHead(nn.Linear):
 
 class _FusedLMHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, transform, entropy):
+    def forward(ctx, hidden, weight, bias, rows, transform, entropy, kernels):
         ctx.set_materialize_grads(False)
-        gathered = gathered_fwd(hidden, weight, bias, rows, transform, entropy == "support")
+        engine = KernelRows if kernels else SparseRows
+        gathered = engine(hidden, weight, bias, rows, transform, entropy == "support")
         dense = dense_fwd(hidden, weight, bias, rows, rows.dense, transform, entropy is not None)
         full = None
         if entropy == "full":
-            plain = HeadRows(
-                rows.labels,
-                rows.inv_temperature,
-                rows.active,
-                rows.broken,
-                Support.empty(len(rows), device=hidden.device),
-            )
+            none = Support.empty(len(rows), device=hidden.device)
+            plain = replace(rows, support=none)
             full = plain, dense_fwd(hidden, weight, bias, plain, rows.gathered, transform, True)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.rows, ctx.transform = rows, transform
@@ -202,48 +260,42 @@ class _FusedLMHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_logprobs, d_support, d_tail, d_entropy):
         hidden, weight, bias = ctx.saved_tensors
-        rows, transform, gathered = ctx.rows, ctx.transform, ctx.gathered
+        rows, transform = ctx.rows, ctx.transform
         upstreams = d_logprobs, d_support, d_tail, d_entropy
         if all(upstream is None for upstream in upstreams):
-            return (None,) * 6
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        over_support = None if gathered.entropy is None else d_entropy
-        grad = gathered_bwd(gathered, rows, transform, d_logprobs, d_support, d_tail, over_support)
-        at, ids = gathered.chosen[gathered.place], rows.support.ids[gathered.entries]
-        d_hidden = d_weight = d_bias = None
-        if need_hidden:
-            d_hidden = scattered_products(grad, weight, at, ids, len(hidden), ordered=True)
-        if need_weight:
-            d_weight = scattered_products(grad, hidden, ids, at, len(weight), ordered=False)
-        if need_bias:
-            d_bias = segment_sum(grad, ids, len(bias))
-        into = d_hidden, d_weight, d_bias
-        dense_bwd(ctx.dense, hidden, weight, bias, rows, transform, *upstreams, *into)
+            return (None,) * 7
+        inputs, needs = (hidden, weight, bias), ctx.needs_input_grad[:3]
+        dtype, into = accumulation_dtype(hidden, weight), []
+        dense_rows = len(ctx.dense.chosen) + (0 if ctx.full is None else len(ctx.full[1].chosen))
+        for tensor, need in zip(inputs, needs, strict=True):
+            # Nothing over the vocabulary: no accumulator beside the gathered rows' own.
+            needed = need and dense_rows > 0
+            into.append(torch.zeros_like(tensor, dtype=dtype) if needed else None)
+        dense_bwd(ctx.dense, *inputs, rows, transform, *upstreams, *into)
         if ctx.full is not None and d_entropy is not None:
             plain, full = ctx.full
             only = None, None, None, d_entropy
-            dense_bwd(full, hidden, weight, bias, plain, transform, *only, *into)
-        if d_hidden is not None:
-            d_hidden.masked_fill_(rows.broken[:, None], torch.nan)
-            d_hidden = d_hidden.to(hidden.dtype)
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None
+            dense_bwd(full, *inputs, plain, transform, *only, *into)
+        grads = ctx.gathered.backward(*inputs, rows, transform, upstreams, needs, into)
+        if grads[0] is not None:
+            grads[0].masked_fill_(rows.broken[:, None], torch.nan)
+        return *grads, None, None, None, None
 
 
 def _outputs(
-    rows: HeadRows, gathered: Gathered, dense: Dense, full: Dense | None, entropy: str | None
+    rows: HeadRows,
+    gathered: SparseRows | KernelRows,
+    dense: Dense,
+    full: Dense | None,
+    entropy: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Puts the rows of every path where they stood in the batch."""
-    new = gathered.z.new_zeros
-    logprobs, tail, uncertainty = new(len(rows)), new(len(rows)), new(len(rows))
-    support_logprobs = new(rows.support.nnz)
-    for part in (gathered, dense):
-        logprobs[part.chosen] = part.logprobs
-        tail[part.chosen] = part.tail_logprobs
-        support_logprobs[part.entries] = part.support_logprobs
-        if part.entropy is not None:
-            uncertainty[part.chosen] = part.entropy
+    logprobs, support_logprobs, tail, uncertainty = gathered.outputs()
+    logprobs[dense.chosen] = dense.logprobs
+    tail[dense.chosen] = dense.tail_logprobs
+    support_logprobs[dense.entries] = dense.support_logprobs
+    if dense.entropy is not None:
+        uncertainty[dense.chosen] = dense.entropy
     if full is not None and full.entropy is not None:
         uncertainty[full.chosen] = full.entropy
     for out in (logprobs, tail, uncertainty):

@@ -35,6 +35,31 @@ class HostFacts(NamedTuple):
     complete: Tensor  # [N] bool: the row has entries and q is known for each
 
 
+class GatherPlan(NamedTuple):
+    """How the kernels of REPLAY rows are launched: known on the host, so without a sync."""
+
+    tiles: Tensor  # [T] int64: row << 32 | number of the tile in its row; rows of one id have none
+    max_width: int  # entries of the widest row, rounded up to a power of two
+    only_replay: bool  # every row is REPLAY and has an entry
+
+
+TILE = 32  # entries of a tile
+
+
+def _plan(host: HostFacts, device: torch.device) -> GatherPlan:
+    widths = host.offsets.diff()
+    counts = torch.where(
+        (host.kind == RowKind.REPLAY) & (widths > 1), (widths + TILE - 1) // TILE, 0
+    )
+    total = int(counts.sum())
+    rows = torch.repeat_interleave(torch.arange(len(counts)), counts, output_size=total)
+    number = torch.arange(total) - (counts.cumsum(0) - counts)[rows]
+    widest = int(widths.max()) if len(widths) else 0
+    only = bool(((host.kind == RowKind.REPLAY) & (widths > 0)).all())
+    tiles = (rows << 32 | number).to(device, non_blocking=True)
+    return GatherPlan(tiles, 1 << max(0, widest - 1).bit_length(), only)
+
+
 def first_row(bad: Tensor) -> int:
     """The index of the first True of a host mask."""
     return int(bad.to(torch.uint8).argmax())
@@ -91,6 +116,7 @@ class Support:
         kind: `[N]` int8, a `RowKind` a row.
         sampler_tail_mass: `[N]` float32, what q puts on everything but the known ids.
         host: the host's facts; left out, they are read off the tensors and the ids checked.
+        plan: derived from the host's facts.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, offsets that do not fit the ids,
@@ -110,6 +136,7 @@ class Support:
     kind: Tensor
     sampler_tail_mass: Tensor
     host: HostFacts = None  # type: ignore[assignment]  # filled in where left out
+    plan: GatherPlan = None  # type: ignore[assignment]  # derived from the host's facts
 
     def __post_init__(self) -> None:
         if self.host is None:
@@ -117,6 +144,8 @@ class Support:
             facts = HostFacts(self.offsets.cpu(), self.kind.cpu(), self._complete().cpu())
             object.__setattr__(self, "host", facts)
             self._check_ids()
+        if self.plan is None:
+            object.__setattr__(self, "plan", _plan(self.host, self.device))
 
     # --- what it is ---
 
@@ -367,7 +396,9 @@ class Support:
         if len(devices) > 1:
             raise ValueError(f"supports must be on one device, got {sorted(map(str, devices))}")
         fields = ("ids", "sampler_logprobs", "known", "kind", "sampler_tail_mass")
-        joined = {name: torch.cat([getattr(s, name) for s in supports]) for name in fields}
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(s, name) for s in supports]) for name in fields
+        }
         host = HostFacts(
             _offsets_of(torch.cat([s.host.offsets.diff() for s in supports])),
             torch.cat([s.host.kind for s in supports]),
@@ -495,7 +526,8 @@ class Support:
     def _map(self, move: Callable[[Tensor], Tensor]) -> "Support":
         fields = ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass")
         changes: dict[str, Any] = {name: move(getattr(self, name)) for name in fields}
-        return replace(self, **changes)
+        plan = self.plan._replace(tiles=move(self.plan.tiles))
+        return replace(self, **changes, plan=plan)
 
     def _complete(self) -> Tensor:
         unknown = torch.zeros(len(self), dtype=torch.int64, device=self.device)

@@ -1,0 +1,1 @@
+"""Triton kernels, each beside its launcher; loaded when first used."""

@@ -1,0 +1,363 @@
+"""Batches of REPLAY rows on the kernels: one autograd function over two custom operators.
+
+The operators take tensors and scalars alone, so that `torch.compile` sees them whole; run eagerly
+the same functions are called without the dispatcher in between.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_loss.head_rows import HeadRows
+from rl_loss.logits import LogitTransform
+from rl_loss.support import Support
+
+
+class ReplayOptions(NamedTuple):
+    """What is no tensor."""
+
+    temperature: float  # where it is one value
+    softcap: float  # 0: none
+    scale: float
+    max_width: int  # of the support's rows, or more
+    entropy: bool
+
+
+def replay_rows(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    labels: Tensor,  # [N]
+    support: Support,
+    temperature: float | Tensor,  # one value or [N]
+    active: Tensor | None,  # [N] bool, on the device
+    transform: LogitTransform,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logprobs, support_logprobs, tails, entropy, valid `[nnz]` bool, broken `[N]` bool.
+
+    Rows of other kinds, and inactive ones, are 0.
+    """
+    per_row = isinstance(temperature, Tensor)
+    options = ReplayOptions(
+        temperature=1.0 if per_row else float(temperature),
+        softcap=transform.softcap or 0.0,
+        scale=transform.scale,
+        max_width=support.plan.max_width,
+        entropy=entropy,
+    )
+    out = _Replay.apply(
+        hidden,
+        weight,
+        bias,
+        labels,
+        temperature if per_row else None,
+        active,
+        support.ids,
+        support.known,
+        support.offsets,
+        support.kind,
+        support.plan.tiles,
+        *options,
+    )
+    return *out[:4], out[4].view(torch.bool), out[6].view(torch.bool)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, *rest):
+        forward = torch.ops.rl_loss.replay_fwd if torch.compiler.is_compiling() else _forward
+        out = forward(hidden, weight, bias, labels, *rest)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*out[4:])
+        ctx.save_for_backward(hidden, weight, bias, labels, *rest[:7], *out)
+        ctx.options = rest[7:]
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *upstreams):
+        saved, options = ctx.saved_tensors, ctx.options
+        if all(upstream is None for upstream in upstreams[:4]):
+            return (None,) * 16
+        backward = torch.ops.rl_loss.replay_bwd if torch.compiler.is_compiling() else _backward
+        need = ctx.needs_input_grad[:3]
+        grads = backward(*saved, *upstreams[:4], *need, *options)
+        return *(grad if n else None for grad, n in zip(grads, need, strict=True)), *(None,) * 13
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperatures: Tensor | None,
+    active: Tensor | None,
+    ids: Tensor,
+    known: Tensor,
+    offsets: Tensor,
+    kind: Tensor,
+    tiles: Tensor,
+    temperature: float,
+    softcap: float,
+    scale: float,
+    max_width: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from rl_loss.kernels.gathered import gathered_rows_fwd
+
+    return gathered_rows_fwd(
+        hidden,
+        weight,
+        bias,
+        labels,
+        temperature if temperatures is None else temperatures,
+        active,
+        ids,
+        known,
+        offsets,
+        kind,
+        tiles,
+        max_width,
+        softcap,
+        scale,
+        entropy,
+    )
+
+
+def _backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperatures: Tensor | None,
+    active: Tensor | None,
+    ids: Tensor,
+    known: Tensor,
+    offsets: Tensor,
+    kind: Tensor,
+    tiles: Tensor,
+    logprobs: Tensor,
+    support_logprobs: Tensor,
+    tails: Tensor,
+    entropies: Tensor,
+    valid: Tensor,
+    lse: Tensor,
+    broken: Tensor,
+    d_logprobs: Tensor | None,
+    d_support_logprobs: Tensor | None,
+    d_tails: Tensor | None,
+    d_entropy: Tensor | None,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    temperature: float,
+    softcap: float,
+    scale: float,
+    max_width: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from rl_loss.kernels.gathered import GatheredRows, entry_grads
+
+    saved = GatheredRows(logprobs, support_logprobs, tails, entropies, valid, lse, broken)
+    grad = entry_grads(
+        saved,
+        labels,
+        temperature if temperatures is None else temperatures,
+        active,
+        ids,
+        known,
+        offsets,
+        kind,
+        max_width,
+        softcap,
+        scale,
+        d_logprobs,
+        d_support_logprobs,
+        d_tails,
+        d_entropy if entropy else None,
+    )
+    d_hidden, d_weight, d_bias = replay_grads(
+        grad,
+        hidden,
+        weight,
+        bias,
+        ids,
+        offsets,
+        broken,
+        max_width,
+        (need_hidden, need_weight, need_bias),
+    )
+    return d_hidden, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
+
+
+class KernelRows:
+    """The REPLAY rows of a mixed batch on the kernels; the interface of `SparseRows`."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: HeadRows,
+        transform: LogitTransform,
+        want_entropy: bool,
+    ) -> None:
+        from rl_loss.kernels.gathered import gathered_rows_fwd
+
+        support = rows.support
+        self.entropy = want_entropy
+        self.rows = (
+            rows.labels,
+            rows.inv_temperature.reciprocal(),
+            rows.active & ~rows.broken,
+            support.ids,
+            support.known,
+            support.offsets,
+            support.kind,
+        )
+        self.transform = transform.softcap or 0.0, transform.scale
+        self.saved = gathered_rows_fwd(
+            hidden,
+            weight,
+            bias,
+            *self.rows,
+            support.plan.tiles,
+            support.plan.max_width,
+            *self.transform,
+            want_entropy,
+        )
+
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`[N]`, `[nnz]`, `[N]`, `[N]`, 0 for the rows that are not REPLAY."""
+        out = self.saved
+        entropy = out.entropy if self.entropy else torch.zeros_like(out.logprobs)
+        # What the backward reads stays as it is: the other rows are written into copies.
+        return tuple(t.clone() for t in (*out[:3], entropy))  # type: ignore[return-value]
+
+    def backward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: HeadRows,
+        transform: LogitTransform,
+        upstreams: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+        into: list[Tensor | None],
+    ) -> list[Tensor | None]:
+        """The gradients of hidden, weight and bias, those of `into` added before the rounding."""
+        from rl_loss.kernels.gathered import entry_grads
+
+        support, width = rows.support, rows.support.plan.max_width
+        over_support = upstreams if self.entropy else (*upstreams[:3], None)
+        grad = entry_grads(self.saved, *self.rows, width, *self.transform, *over_support)
+        inputs = hidden, weight, bias, support.ids, support.offsets, self.saved.broken, width
+        d_hidden, d_weight, d_bias = replay_grads(
+            grad, *inputs, (needs[0], needs[1], needs[2]), bases=(into[0], into[1])
+        )
+        if into[2] is not None:
+            d_bias = d_bias + into[2]
+        return [
+            d_hidden if needs[0] else None,
+            d_weight if needs[1] else None,
+            d_bias.to(bias.dtype) if needs[2] and bias is not None else None,
+        ]
+
+
+def replay_grads(
+    grad: Tensor,  # [nnz] of the raw products
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    offsets: Tensor,
+    broken: Tensor,  # [N] uint8
+    max_width: int,
+    need: tuple[bool, bool, bool],
+    bases: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden, weight and bias (the last in float64); empty where not needed.
+
+    `bases`, `[N, H]` and `[V, H]` in the accumulation dtype, are added before the rounding.
+    """
+    from rl_loss.kernels.scattered import gathered_sums
+
+    none = grad.new_empty(0)
+    d_hidden, d_weight, d_bias = none, none, none
+    n, v = len(hidden), len(weight)
+    rows = torch.repeat_interleave(
+        torch.arange(n, dtype=torch.int32, device=ids.device),
+        offsets.diff(),
+        output_size=len(ids),
+    )
+    if need[0]:
+        d_hidden = gathered_sums(
+            weight,
+            grad,
+            ids,
+            offsets,
+            hidden.dtype,
+            owners=rows,
+            max_entries=max_width,
+            base=bases[0],
+            flags=broken,
+        )
+    if need[1] or need[2]:
+        sorted_ids, order = ids.sort(stable=True)
+        bounds = torch.searchsorted(
+            sorted_ids, torch.arange(v + 1, dtype=torch.int32, device=ids.device), out_int32=True
+        )
+    if need[1]:
+        d_weight = gathered_sums(
+            hidden,
+            grad,
+            rows,
+            bounds,
+            weight.dtype,
+            owners=sorted_ids,
+            max_entries=min(n, len(ids)),
+            order=order,
+            base=bases[1],
+        )
+    if need[2] and bias is not None:
+        # Differences of one running sum, in float64: in a fixed order, as an atomic sum is not.
+        running = torch.zeros(len(ids) + 1, dtype=torch.float64, device=ids.device)
+        torch.cumsum(grad[order], 0, dtype=torch.float64, out=running[1:])
+        d_bias = running[bounds.long()].diff()
+    return d_hidden, d_weight, d_bias
+
+
+_replay_fwd = torch.library.custom_op("rl_loss::replay_fwd", _forward, mutates_args=())
+_replay_bwd = torch.library.custom_op("rl_loss::replay_bwd", _backward, mutates_args=())
+
+
+@_replay_fwd.register_fake
+def _(hidden, weight, bias, labels, temperatures, active, ids, known, offsets, kind, tiles,
+      temperature, softcap, scale, max_width, entropy):  # fmt: skip
+    double = torch.float64 in (hidden.dtype, weight.dtype)
+    acc = torch.float64 if double else torch.float32
+    n, nnz = hidden.shape[0], ids.shape[0]
+    rows, entries = hidden.new_empty(n, dtype=acc), hidden.new_empty(nnz, dtype=acc)
+    return (
+        rows,
+        entries,
+        torch.empty_like(rows),
+        hidden.new_empty(n if entropy else 0, dtype=acc),
+        hidden.new_empty(nnz, dtype=torch.uint8),
+        torch.empty_like(rows),
+        hidden.new_empty(n, dtype=torch.uint8),
+    )
+
+
+@_replay_bwd.register_fake
+def _(hidden, weight, bias, *rest):
+    need_hidden, need_weight, need_bias = rest[19:22]
+    none = hidden.new_empty(0)
+    return (
+        torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_hidden else none,
+        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else none,
+        torch.empty_like(bias) if need_bias else none,
+    )

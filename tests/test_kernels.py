@@ -1,0 +1,411 @@
+"""The Triton kernels against the reference: in the interpreter on the CPU, compiled on a GPU.
+
+The interpreter is chosen when triton is imported, so on the CPU these tests run in a process of
+their own (`test_in_the_interpreter`); on a GPU, with `pytest -m gpu`, directly.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from factory import outputs, random_batch, relative_error, weighted_sum
+
+from rl_loss import LossInputs, RowKind, Support, fused_lm_head, icepop_loss
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu",
+    reason="no GPU; the interpreter runs these tests in test_in_the_interpreter",
+)
+MIXED = (RowKind.REPLAY, RowKind.NONE, RowKind.HEAD, RowKind.DRAWS)
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    if INTERPRETED or DEVICE == "cuda":
+        pytest.skip("the tests of this file run directly")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout
+
+
+def on_device(batch):
+    moved = {
+        name: getattr(batch, name).to(DEVICE)
+        for name in ("hidden", "weight", "bias", "labels", "temperature", "support")
+    }
+    return replace(batch, **moved)
+
+
+def head(batch, impl, **options):
+    options = {"temperature": batch.temperature, "bias": batch.bias, **options}
+    return fused_lm_head(
+        batch.hidden, batch.weight, batch.labels, batch.support, impl=impl, **options
+    )
+
+
+def compare(batch, dtype, **options):
+    """Values and gradients of the kernels against the reference in float64."""
+    batch = on_device(batch)
+    fast, exact = batch.leaves(), batch.leaves(torch.float64)
+    got, expected = head(fast, "triton", **options), head(exact, "reference", **options)
+    assert torch.equal(got.support_valid, expected.support_valid)
+    assert torch.equal(got.active, expected.active)
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-5
+    for value, wanted in zip(outputs(got), outputs(expected), strict=True):
+        assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        finite = ~wanted.isneginf()
+        assert torch.equal(value.isneginf(), ~finite)
+        if finite.any():
+            assert (value - wanted)[finite].abs().max() < tolerance
+    weighted_sum([part.cpu() for part in outputs(got)]).backward()
+    weighted_sum([part.cpu() for part in outputs(expected)]).backward()
+    rounding = max(torch.finfo(dtype).eps, 1e-12 if dtype == torch.float64 else 2e-5)
+    for grad, wanted in zip(fast.grads(), exact.grads(), strict=True):
+        assert grad.dtype == dtype
+        assert relative_error(grad, wanted) < rounding
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.6}], ids=str)
+@pytest.mark.parametrize("entropy", [None, "support"])
+def test_replay_rows(dtype, options, entropy):
+    batch = random_batch(11, 19, 37, kinds=(RowKind.REPLAY,), dtype=dtype, widths=(1, 2, 5, 36))
+    compare(batch, dtype, entropy=entropy, **options)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [None, "support", "full"])
+def test_mixed_rows(dtype, entropy):
+    compare(random_batch(13, 7, 31, dtype=dtype, kinds=MIXED), dtype, entropy=entropy, softcap=6.0)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "options", [{"bias": None}, {"temperature": 0.7}, {"bias": None, "temperature": 1.0}], ids=str
+)
+def test_options_left_out(options):
+    batch = on_device(random_batch(6, 9, 23, kinds=(RowKind.REPLAY,), dtype=torch.float64))
+    fast, exact = batch.leaves(), batch.leaves()
+    got, expected = head(fast, "triton", **options), head(exact, "reference", **options)
+    torch.testing.assert_close(got.logprobs, expected.logprobs)
+    got.logprobs.sum().backward()
+    expected.logprobs.sum().backward()
+    torch.testing.assert_close(fast.weight.grad, exact.weight.grad)
+    torch.testing.assert_close(fast.hidden.grad, exact.hidden.grad)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "which", ["logprobs", "support_logprobs", "trainer_tail_logprobs", "entropy"]
+)
+def test_each_output_alone(which):
+    batch = on_device(random_batch(9, 5, 17, kinds=(RowKind.REPLAY,)))
+    fast, exact = batch.leaves(), batch.leaves()
+    for leaves, impl in ((fast, "triton"), (exact, "reference")):
+        out = head(leaves, impl, entropy="support")
+        weighted_sum([getattr(out, which).cpu()]).backward()
+    for grad, wanted in zip(fast.grads(), exact.grads(), strict=True):
+        assert relative_error(grad, wanted) < 1e-12
+
+
+@kernels
+def test_wide_rows_and_frequent_ids_take_the_narrow_blocks(monkeypatch):
+    """Rows of more entries than a light program takes, ids in every row, one tile and many."""
+    import rl_loss.kernels.scattered as scattered
+
+    monkeypatch.setattr(
+        scattered.gathered_sums,
+        "__kwdefaults__",
+        {
+            **scattered.gathered_sums.__kwdefaults__,
+            "heavy": 4,
+            "heavy_shape": {"BLOCK_H": 16, "R": 4},
+        },
+    )
+    for widths in ((3, 40, 1, 7), (2,), (70,)):
+        batch = random_batch(12, 37, 90, kinds=(RowKind.REPLAY,), widths=widths)
+        compare(batch, torch.float64, entropy="support")
+
+
+@kernels
+def test_hidden_sizes_beyond_one_block(monkeypatch):
+    import rl_loss.kernels.gathered as gathered
+
+    shape = {"WHOLE_H": False, "R": 2, "BLOCK_H": 16, "num_warps": 2}
+    monkeypatch.setattr(gathered, "_logits_shape", lambda h, dtype: shape)
+    compare(random_batch(5, 37, 29, kinds=(RowKind.REPLAY,)), torch.float64)
+
+
+@kernels
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("kinds", [(RowKind.REPLAY,), MIXED], ids=["replay", "mixed"])
+def test_inactive_rows_may_hold_anything(poison, where, kinds):
+    clean = random_batch(8, 6, 21, kinds=kinds, dtype=torch.float32)
+    active = torch.tensor([True, False, True, True, False, True, True, False])
+    off, rows = ~active, (~active)[clean.support.entry_rows]
+    dirty = replace(
+        clean,
+        hidden=torch.where(off[:, None], poison, clean.hidden),
+        labels=torch.where(off, -100, clean.labels),
+        temperature=torch.where(off, 0.0, clean.temperature),
+        support=replace(clean.support, ids=torch.where(rows, 2**30, clean.support.ids).int()),
+    )
+    results = []
+    for batch in (on_device(clean).leaves(), on_device(dirty).leaves()):
+        flags = active if where == "host" else active.to(DEVICE)
+        out = head(batch, "triton", active=flags, entropy="support")
+        weighted_sum([part.cpu() for part in outputs(out)]).backward()
+        results.append([*outputs(out), *batch.grads(), out.support_valid])
+    for value, wanted in zip(*results, strict=True):
+        assert torch.equal(value, wanted)
+    for value in results[1][:5]:
+        if len(value) == 8:
+            assert (value[off.to(DEVICE)] == 0).all()
+
+
+@kernels
+def test_rows_that_break_a_rule_are_nan(monkeypatch):
+    """A label outside its row, an id outside V, a temperature of 0: value and hidden gradient."""
+    import rl_loss.head_rows as head_rows
+
+    monkeypatch.setattr(head_rows, "_host_sees", lambda device: False)
+    batch = random_batch(8, 6, 21, kinds=(RowKind.REPLAY,), widths=(4, 1))
+    held = batch.support[0:1].ids.tolist()
+    batch.labels[0] = next(v for v in range(21) if v not in held)
+    batch.labels[1] = (batch.labels[1] + 1) % 21
+    batch.labels[2] = 21
+    ids = batch.support.ids.clone()
+    ids[batch.support.offsets[4]] = 21
+    batch.support = replace(batch.support, ids=ids)
+    batch.temperature[5] = 0.0
+    batch.temperature[6] = float("nan")
+    bad = torch.tensor([0, 1, 2, 4, 5, 6])
+    leaves = on_device(batch).leaves()
+    out = head(leaves, "triton", entropy="support")
+    broken = torch.zeros(8, dtype=torch.bool)
+    broken[bad] = True
+    for value in (out.logprobs, out.trainer_tail_logprobs, out.entropy):
+        assert torch.equal(value.isnan().cpu(), broken)
+    rows = batch.support.entry_rows
+    assert torch.equal(out.support_logprobs.isnan().cpu(), broken[rows])
+    assert not out.support_valid.cpu()[broken[rows]].any()
+    out.logprobs.sum().backward()
+    assert torch.equal(leaves.hidden.grad.isnan().all(1).cpu(), broken)
+    assert not leaves.weight.grad.isnan().any()
+
+
+@kernels
+def test_a_failed_row_behind_a_device_mask_is_nan():
+    packed, counts = Support.from_rows([([1, 2], None), ([3, 4], None)]).to_packed()[:2]
+    support = Support.from_packed(packed[:2], torch.tensor([2, -1]), kind=[1, 1])
+    hidden, weight = torch.randn(2, 4, device=DEVICE), torch.randn(6, 4, device=DEVICE)
+    labels = torch.tensor([1, 3], device=DEVICE)
+    with pytest.raises(ValueError, match="row 1 is active but the sampler failed"):
+        fused_lm_head(hidden, weight, labels, support.to(DEVICE), impl="triton")
+    assert counts.tolist() == [2, 2]
+
+
+@kernels
+def test_nan_in_an_active_row_is_not_hidden():
+    batch = random_batch(4, 6, 21, kinds=(RowKind.REPLAY,), widths=(5,))
+    batch.hidden[2, 3] = torch.nan
+    leaves = on_device(batch).leaves()
+    out = head(leaves, "triton")
+    assert out.logprobs.isnan().nonzero()[:, 0].tolist() == [2]
+    out.logprobs.sum().backward()
+    assert leaves.hidden.grad.isnan().any(1).nonzero()[:, 0].tolist() == [2]
+
+
+@kernels
+def test_frozen_inputs_and_a_second_backward():
+    batch = on_device(random_batch(7, 6, 21, kinds=(RowKind.REPLAY,)))
+    full = batch.leaves()
+    loss = weighted_sum([part.cpu() for part in outputs(head(full, "triton"))])
+    loss.backward(retain_graph=True)
+    once = [grad.clone() for grad in full.grads()]
+    loss.backward()
+    for grad, wanted in zip(full.grads(), once, strict=True):
+        assert torch.equal(grad, 2 * wanted)
+    for frozen in ("hidden", "weight", "bias"):
+        part = batch.leaves()
+        getattr(part, frozen).requires_grad_(False)
+        weighted_sum([p.cpu() for p in outputs(head(part, "triton"))]).backward()
+        for name, wanted in zip(("hidden", "weight", "bias"), once, strict=True):
+            grad = getattr(part, name).grad
+            assert grad is None if name == frozen else torch.equal(grad, wanted)
+
+
+@kernels
+def test_strided_inputs():
+    batch = on_device(random_batch(9, 6, 21, kinds=(RowKind.REPLAY,)))
+    wide = torch.randn(9, 12, dtype=torch.float64, device=DEVICE)
+    wide[:, ::2] = batch.hidden
+    strided = replace(batch, hidden=wide[:, ::2], weight=batch.weight.T.contiguous().T)
+    plain, other = batch.leaves(), strided
+    other.hidden.requires_grad_()
+    other.weight.requires_grad_()
+    out, expected = head(other, "triton"), head(plain, "triton")
+    torch.testing.assert_close(out.logprobs, expected.logprobs)
+    upstream = torch.ones((), dtype=torch.float64, device=DEVICE).expand(9)
+    out.logprobs.backward(upstream)
+    expected.logprobs.backward(upstream)
+    torch.testing.assert_close(other.hidden.grad, plain.hidden.grad)
+    torch.testing.assert_close(other.weight.grad, plain.weight.grad)
+
+
+@kernels
+def test_no_rows_and_no_entries():
+    for n in (0, 3):
+        labels = torch.zeros(n, dtype=torch.int64)
+        support = Support.from_rows([([0], None)] * n)
+        hidden = torch.randn(n, 4, device=DEVICE, requires_grad=True)
+        weight = torch.randn(5, 4, device=DEVICE, requires_grad=True)
+        out = fused_lm_head(hidden, weight, labels.to(DEVICE), support.to(DEVICE), impl="triton")
+        out.logprobs.sum().backward()
+        assert torch.equal(out.logprobs, torch.zeros(n, device=DEVICE))
+        assert torch.equal(weight.grad, torch.zeros_like(weight))
+        assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+
+
+# --- on the GPU alone ---
+
+
+def big_batch(n=512, h=256, v=5000, width=40, dtype=torch.bfloat16, **more):
+    batch = random_batch(
+        n, h, v, kinds=(RowKind.REPLAY,), dtype=dtype, widths=(width, 3), incomplete=False, **more
+    )
+    batch.support = batch.support.pin_memory().to("cuda", non_blocking=True)
+    moved = {
+        name: getattr(batch, name).cuda()
+        for name in ("hidden", "weight", "bias", "labels", "temperature")
+    }
+    return replace(batch, **moved)
+
+
+def step(batch):
+    out = head(batch, "auto", entropy="support")
+    inputs = LossInputs.from_head(
+        out,
+        batch.support,
+        inference_logprobs=out.logprobs.detach() - 0.01,
+        advantages=torch.ones_like(out.logprobs),
+    )
+    loss = icepop_loss(inputs, kl_tau=0.1)
+    loss.loss.backward()
+    return loss
+
+
+@pytest.mark.gpu
+def test_no_sync_in_a_step():
+    batch = big_batch().leaves()
+    step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_the_weight_gradient_is_bitwise_the_same_twenty_times():
+    batch, first = big_batch(n=2048, v=300), None
+    for _ in range(20):
+        leaves = batch.leaves()
+        step(leaves)
+        first = leaves.weight.grad if first is None else first
+        assert torch.equal(leaves.weight.grad, first)
+
+
+@pytest.mark.gpu
+def test_compiled_whole():
+    batch = big_batch().leaves()
+
+    def loss(hidden, weight, bias):
+        out = fused_lm_head(
+            hidden, weight, batch.labels, batch.support, bias=bias, entropy="support"
+        )
+        inputs = LossInputs.from_head(
+            out,
+            batch.support,
+            inference_logprobs=out.logprobs.detach() - 0.01,
+            advantages=torch.ones_like(out.logprobs),
+        )
+        return icepop_loss(inputs, kl_tau=0.1).loss + out.entropy.sum()
+
+    loss(batch.hidden, batch.weight, batch.bias).backward()
+    eager = [grad.clone() for grad in batch.grads()]
+    fresh = batch.leaves()
+    compiled = torch.compile(loss, fullgraph=True)
+    compiled(fresh.hidden, fresh.weight, fresh.bias).backward()
+    for grad, wanted in zip(fresh.grads(), eager, strict=True):
+        assert relative_error(grad, wanted) < 5e-3
+
+
+@pytest.mark.gpu
+def test_checkpointed_and_under_autocast():
+    from torch.utils.checkpoint import checkpoint
+
+    plain, other = big_batch().leaves(), big_batch().leaves()
+    head(plain, "auto").logprobs.sum().backward()
+
+    def logprobs(hidden, weight):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return head(replace(other, hidden=hidden, weight=weight), "auto").logprobs
+
+    checkpoint(logprobs, other.hidden, other.weight, use_reentrant=False).sum().backward()
+    assert torch.equal(other.weight.grad, plain.weight.grad)
+    assert torch.equal(other.hidden.grad, plain.hidden.grad)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph():
+    batch = big_batch().leaves()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            head(batch, "auto").logprobs.sum().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    expected = batch.weight.grad.clone() / 3
+    batch.hidden.grad = batch.weight.grad = batch.bias.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        head(batch, "auto").logprobs.sum().backward()
+    graph.replay()
+    assert relative_error(batch.weight.grad, expected) < 1e-2
+
+
+@pytest.mark.gpu
+def test_more_entries_than_fit_in_int32_offsets_of_bytes():
+    """Addresses past 2**31: 1.1e9 entries of a width-one hidden state, checked on some rows."""
+    n, width, v = 8192, 135_000, 140_000
+    offsets = torch.arange(n + 1) * width
+    ids = torch.arange(width, dtype=torch.int32, device="cuda").repeat(n)
+    support = Support(
+        ids=ids,
+        sampler_logprobs=torch.full((1,), -11.8, device="cuda").expand(len(ids)),
+        known=torch.ones(1, dtype=torch.bool, device="cuda").expand(len(ids)),
+        offsets=offsets.cuda(),
+        kind=torch.ones(n, dtype=torch.int8, device="cuda"),
+        sampler_tail_mass=torch.zeros(n, device="cuda"),
+        host=None,
+    )
+    hidden = torch.randn(n, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(v, 16, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(width, (n,), device="cuda")
+    out = fused_lm_head(hidden, weight, labels, support)
+    rows = torch.tensor([0, 1, n // 2, n - 2, n - 1], device="cuda")
+    z = hidden[rows].double() @ weight[:width].double().T
+    exact = z.log_softmax(1).gather(1, labels[rows, None])[:, 0]
+    assert (out.logprobs[rows] - exact).abs().max() < 1e-4
