@@ -154,7 +154,7 @@ def _replay(
     on = torch.ones((), dtype=torch.bool, device=hidden.device).expand(shape)
     if active is not None:
         on = active.to(hidden.device, non_blocking=True)
-    logprobs, support_logprobs, tails, uncertainty, valid, _ = replay_rows(
+    logprobs, support_logprobs, tails, uncertainty, valid = replay_rows(
         hidden.reshape(n, hidden.shape[-1]),
         weight,
         bias,

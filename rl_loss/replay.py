@@ -35,8 +35,8 @@ def replay_rows(
     active: Tensor | None,  # [N] bool, on the device
     transform: LogitTransform,
     entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logprobs, support_logprobs, tails, entropy, valid `[nnz]` bool, broken `[N]` bool.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logprobs, support_logprobs, tails, entropy, valid `[nnz]` bool.
 
     Rows of other kinds, and inactive ones, are 0.
     """
@@ -62,7 +62,7 @@ def replay_rows(
         support.plan.tiles,
         *options,
     )
-    return *out[:4], out[4].view(torch.bool), out[6].view(torch.bool)
+    return *out[:4], out[4].view(torch.bool)
 
 
 class _Replay(torch.autograd.Function):
@@ -145,7 +145,7 @@ def _backward(
     entropies: Tensor,
     valid: Tensor,
     lse: Tensor,
-    broken: Tensor,
+    state: Tensor,
     d_logprobs: Tensor | None,
     d_support_logprobs: Tensor | None,
     d_tails: Tensor | None,
@@ -161,16 +161,14 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from rl_loss.kernels.gathered import GatheredRows, entry_grads
 
-    saved = GatheredRows(logprobs, support_logprobs, tails, entropies, valid, lse, broken)
-    grad = entry_grads(
+    saved = GatheredRows(logprobs, support_logprobs, tails, entropies, valid, lse, state)
+    grad, rows = entry_grads(
         saved,
         labels,
         temperature if temperatures is None else temperatures,
-        active,
         ids,
         known,
         offsets,
-        kind,
         max_width,
         softcap,
         scale,
@@ -181,12 +179,12 @@ def _backward(
     )
     d_hidden, d_weight, d_bias = replay_grads(
         grad,
+        rows,
         hidden,
         weight,
-        bias,
         ids,
         offsets,
-        broken,
+        state,
         max_width,
         (need_hidden, need_weight, need_bias),
     )
@@ -251,12 +249,31 @@ class KernelRows:
         """The gradients of hidden, weight and bias, those of `into` added before the rounding."""
         from rl_loss.kernels.gathered import entry_grads
 
-        support, width = rows.support, rows.support.plan.max_width
+        width = rows.support.plan.max_width
         over_support = upstreams if self.entropy else (*upstreams[:3], None)
-        grad = entry_grads(self.saved, *self.rows, width, *self.transform, *over_support)
-        inputs = hidden, weight, bias, support.ids, support.offsets, self.saved.broken, width
+        labels, temperature, _, ids, known, offsets, _ = self.rows
+        grad, places = entry_grads(
+            self.saved,
+            labels,
+            temperature,
+            ids,
+            known,
+            offsets,
+            width,
+            *self.transform,
+            *over_support,
+        )
         d_hidden, d_weight, d_bias = replay_grads(
-            grad, *inputs, (needs[0], needs[1], needs[2]), bases=(into[0], into[1])
+            grad,
+            places,
+            hidden,
+            weight,
+            ids,
+            offsets,
+            self.saved.state,
+            width,
+            (needs[0], needs[1], needs[2]),
+            bases=(into[0], into[1]),
         )
         if into[2] is not None:
             d_bias = d_bias + into[2]
@@ -269,12 +286,12 @@ class KernelRows:
 
 def replay_grads(
     grad: Tensor,  # [nnz] of the raw products
+    rows: Tensor,  # [nnz] int32
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     ids: Tensor,
     offsets: Tensor,
-    broken: Tensor,  # [N] uint8
+    state: Tensor,  # [N] uint8
     max_width: int,
     need: tuple[bool, bool, bool],
     bases: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -283,16 +300,10 @@ def replay_grads(
 
     `bases`, `[N, H]` and `[V, H]` in the accumulation dtype, are added before the rounding.
     """
-    from rl_loss.kernels.scattered import gathered_sums
+    from rl_loss.kernels.scattered import gathered_sums, weight_sums
 
     none = grad.new_empty(0)
     d_hidden, d_weight, d_bias = none, none, none
-    n, v = len(hidden), len(weight)
-    rows = torch.repeat_interleave(
-        torch.arange(n, dtype=torch.int32, device=ids.device),
-        offsets.diff(),
-        output_size=len(ids),
-    )
     if need[0]:
         d_hidden = gathered_sums(
             weight,
@@ -303,29 +314,16 @@ def replay_grads(
             owners=rows,
             max_entries=max_width,
             base=bases[0],
-            flags=broken,
+            flags=state,
         )
     if need[1] or need[2]:
-        sorted_ids, order = ids.sort(stable=True)
-        bounds = torch.searchsorted(
-            sorted_ids, torch.arange(v + 1, dtype=torch.int32, device=ids.device), out_int32=True
+        d_weight, ordered, bounds = weight_sums(
+            hidden, grad, rows, ids, len(weight), weight.dtype, state=state, base=bases[1]
         )
-    if need[1]:
-        d_weight = gathered_sums(
-            hidden,
-            grad,
-            rows,
-            bounds,
-            weight.dtype,
-            owners=sorted_ids,
-            max_entries=min(n, len(ids)),
-            order=order,
-            base=bases[1],
-        )
-    if need[2] and bias is not None:
+    if need[2]:
         # Differences of one running sum, in float64: in a fixed order, as an atomic sum is not.
         running = torch.zeros(len(ids) + 1, dtype=torch.float64, device=ids.device)
-        torch.cumsum(grad[order], 0, dtype=torch.float64, out=running[1:])
+        torch.cumsum(ordered, 0, dtype=torch.float64, out=running[1:])
         d_bias = running[bounds.long()].diff()
     return d_hidden, d_weight, d_bias
 

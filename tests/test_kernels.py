@@ -14,6 +14,7 @@ import torch
 from factory import outputs, random_batch, relative_error, weighted_sum
 
 from rl_loss import LossInputs, RowKind, Support, fused_lm_head, icepop_loss
+from rl_loss.support import HostFacts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -137,11 +138,36 @@ def test_wide_rows_and_frequent_ids_take_the_narrow_blocks(monkeypatch):
 
 
 @kernels
+def test_hot_ids_on_the_tensor_cores(monkeypatch):
+    """The dense product of the most frequent ids, inactive rows holding NaN."""
+    import rl_loss.kernels.scattered as scattered
+
+    # The interpreter multiplies the bits of bfloat16 matrices as integers.
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    monkeypatch.setattr(scattered, "HOT", 16)
+    batch = on_device(random_batch(9, 20, 60, kinds=(RowKind.REPLAY,), dtype=dtype, widths=(25, 3)))
+    batch.hidden[4] = torch.nan
+    active = torch.arange(9) != 4
+    grads = []
+    for dense_ids in (True, False):
+        defaults = {**scattered.weight_sums.__kwdefaults__, "dense_ids": dense_ids, "programs": 3}
+        monkeypatch.setattr(scattered.weight_sums, "__kwdefaults__", defaults)
+        leaves = batch.leaves()
+        out = head(leaves, "triton", active=active)
+        weighted_sum([part.cpu() for part in outputs(out)]).backward()
+        grads.append(leaves.weight.grad)
+    assert grads[1].isfinite().all()
+    # The same float32 sums in another order, then one rounding: a unit in the last place at most.
+    torch.testing.assert_close(*grads, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    assert (grads[0] == grads[1]).float().mean() > 0.95
+
+
+@kernels
 def test_hidden_sizes_beyond_one_block(monkeypatch):
     import rl_loss.kernels.gathered as gathered
 
     shape = {"WHOLE_H": False, "R": 2, "BLOCK_H": 16, "num_warps": 2}
-    monkeypatch.setattr(gathered, "_logits_shape", lambda h, dtype: shape)
+    monkeypatch.setattr(gathered, "_logits_shape", lambda h, width: shape)
     compare(random_batch(5, 37, 29, kinds=(RowKind.REPLAY,)), torch.float64)
 
 
@@ -387,25 +413,30 @@ def test_in_a_cuda_graph():
 
 
 @pytest.mark.gpu
-def test_more_entries_than_fit_in_int32_offsets_of_bytes():
-    """Addresses past 2**31: 1.1e9 entries of a width-one hidden state, checked on some rows."""
-    n, width, v = 8192, 135_000, 140_000
-    offsets = torch.arange(n + 1) * width
-    ids = torch.arange(width, dtype=torch.int32, device="cuda").repeat(n)
+def test_more_than_2_to_the_31_entries():
+    """Addresses that int32 cannot hold, at a small H; some rows against float64."""
+    n, width, v = 16384, 135_000, 140_000
+    nnz, offsets = n * width, torch.arange(n + 1) * width
+    assert nnz > 2**31
+    host = HostFacts(offsets, torch.ones(n, dtype=torch.int8), torch.ones(n, dtype=torch.bool))
     support = Support(
-        ids=ids,
-        sampler_logprobs=torch.full((1,), -11.8, device="cuda").expand(len(ids)),
-        known=torch.ones(1, dtype=torch.bool, device="cuda").expand(len(ids)),
+        ids=torch.arange(width, dtype=torch.int32, device="cuda").repeat(n),
+        sampler_logprobs=torch.zeros(1, device="cuda").expand(nnz),
+        known=torch.ones(nnz, dtype=torch.bool, device="cuda"),
         offsets=offsets.cuda(),
         kind=torch.ones(n, dtype=torch.int8, device="cuda"),
         sampler_tail_mass=torch.zeros(n, device="cuda"),
-        host=None,
+        host=host,
     )
-    hidden = torch.randn(n, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(v, 16, device="cuda", dtype=torch.bfloat16)
-    labels = torch.randint(width, (n,), device="cuda")
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(n, 16, device="cuda", generator=g).bfloat16().requires_grad_()
+    weight = torch.randn(v, 16, device="cuda", generator=g).bfloat16()
+    labels = torch.randint(width, (n,), device="cuda", generator=g)
     out = fused_lm_head(hidden, weight, labels, support)
+    out.logprobs.sum().backward()
     rows = torch.tensor([0, 1, n // 2, n - 2, n - 1], device="cuda")
-    z = hidden[rows].double() @ weight[:width].double().T
-    exact = z.log_softmax(1).gather(1, labels[rows, None])[:, 0]
-    assert (out.logprobs[rows] - exact).abs().max() < 1e-4
+    exact = hidden.detach()[rows].double().requires_grad_()
+    logp = (exact @ weight[:width].double().T).log_softmax(1).gather(1, labels[rows, None])
+    logp.sum().backward()
+    assert (out.logprobs[rows] - logp[:, 0]).abs().max() < 1e-4
+    assert relative_error(hidden.grad[rows], exact.grad) < 8e-3

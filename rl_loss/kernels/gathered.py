@@ -45,8 +45,6 @@ def _logits_kernel(
     temperature,  # [N]
     z,  # [nnz] out
     T,
-    softcap,
-    scale,
     H,
     V,
     sh0,
@@ -55,7 +53,8 @@ def _logits_kernel(
     sw1,
     HAS_BIAS: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
     PER_ROW: tl.constexpr,
     WHOLE_H: tl.constexpr,
     TILE: tl.constexpr,
@@ -102,9 +101,9 @@ def _logits_kernel(
                     raw += tl.sum(w.to(ACC) * part[None, :], axis=1)
             if HAS_BIAS:
                 raw += tl.load(bias + v, mask=held, other=0.0).to(ACC)
-            raw *= scale
-            if HAS_CAP:
-                raw = softcap * _tanh(raw / softcap)
+            raw *= SCALE
+            if SOFTCAP > 0:
+                raw = SOFTCAP * _tanh(raw / SOFTCAP)
             tl.store(z + entry, raw * inv, mask=entry < end)
 
 
@@ -123,7 +122,7 @@ def _rows_kernel(
     entropy,  # [N] out
     lse,  # [N] out
     valid,  # [nnz] uint8 out
-    broken,  # [N] uint8 out
+    state,  # [N] uint8 out: 0 read, 1 broken, 2 not read
     T,
     V,
     HAS_ACTIVE: tl.constexpr,
@@ -201,7 +200,7 @@ def _rows_kernel(
     tl.store(logprobs + row, tl.where(bad, nan, tl.where(replay, tl.sum(picked, axis=0), 0.0)))
     tl.store(tails + row, tl.where(bad, nan, tl.where(replay, tail, 0.0)))
     tl.store(lse + row, tl.where(replay & several, norm, 0.0))
-    tl.store(broken + row, bad.to(tl.uint8))
+    tl.store(state + row, tl.where(bad, 1, tl.where(replay, 0, 2)).to(tl.uint8))
     if ENTROPY:
         tl.store(entropy + row, tl.where(bad, nan, tl.sum(disorder, axis=0)))
 
@@ -212,25 +211,22 @@ def _entry_grads_kernel(
     ids,  # [nnz] int32
     known,  # [nnz] uint8
     offsets,  # [N + 1] int64
-    kind,  # [N] int8
     labels,  # [N]
-    active,  # [N] uint8
     temperature,  # [N]
     tails,  # [N]
     entropy,  # [N]
     lse,  # [N]
-    broken,  # [N] uint8
+    state,  # [N] uint8
     d_logprobs,  # [N]
     d_support,  # [nnz]
     d_tails,  # [N]
     d_entropy,  # [N]
     grad,  # [nnz] out
+    rows,  # [nnz] int32 out: each entry's row
     T,
-    softcap,
-    scale,
-    HAS_ACTIVE: tl.constexpr,
     PER_ROW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
     D_LOGPROBS: tl.constexpr,
     D_SUPPORT: tl.constexpr,
     D_TAILS: tl.constexpr,
@@ -241,9 +237,7 @@ def _entry_grads_kernel(
     """The gradient of each raw product of a row, 0 wherever there is none."""
     row = tl.program_id(0).to(tl.int64)
     start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
-    on = (tl.load(kind + row) == 1) & (tl.load(broken + row) == 0) & (end - start > 1)
-    if HAS_ACTIVE:
-        on = on & (tl.load(active + row) != 0)
+    on = (tl.load(state + row) == 0) & (end - start > 1)
     label = tl.load(labels + row).to(tl.int64)
     inv = _inv_temperature(temperature, row, T, PER_ROW, ACC)
     d_label = tl.zeros([], dtype=ACC)
@@ -286,11 +280,11 @@ def _entry_grads_kernel(
         dz = u - p * total
         if D_ENTROPY:
             dz -= p * (logp + h) * d_h
-        slope = scale * inv
-        if HAS_CAP:
-            capped = (logp + norm) / (inv * softcap)
+        if SOFTCAP > 0:
+            capped = (logp + norm) / (inv * SOFTCAP)
             dz *= 1.0 - capped * capped
-        tl.store(grad + entry, tl.where(read, dz * slope, 0.0), mask=held)
+        tl.store(grad + entry, tl.where(read, dz * (SCALE * inv), 0.0), mask=held)
+        tl.store(rows + entry, row.to(tl.int32), mask=held)
 
 
 class GatheredRows(NamedTuple):
@@ -302,7 +296,7 @@ class GatheredRows(NamedTuple):
     entropy: Tensor  # [N], empty where not asked for
     valid: Tensor  # [nnz] uint8
     lse: Tensor  # [N]
-    broken: Tensor  # [N] uint8
+    state: Tensor  # [N] uint8: 0 read, 1 broken, 2 not read
 
 
 def _width_block(max_width: int) -> dict[str, int]:
@@ -314,12 +308,18 @@ def _width_block(max_width: int) -> dict[str, int]:
     return {"BLOCK": 1024, "num_warps": 4}
 
 
-def _logits_shape(h: int, dtype: torch.dtype) -> dict[str, int | bool]:
+def _logits_shape(h: int, max_width: int) -> dict[str, int | bool]:
     """The block of the logits kernel: weight rows at a time and columns held in registers."""
     block = min(max(triton.next_power_of_2(h), 16), 4096)
-    rows = max(1, min(8, 8192 // block))
-    warps = 8 if dtype == torch.float64 else 4 if block >= 1024 else 2
-    return {"WHOLE_H": h <= block, "R": rows, "BLOCK_H": block, "num_warps": warps}
+    # Measured at H 2048: one warp and two rows are best once rows are wide (benchmarks/NOTES.md).
+    rows, warps = (8, 4) if max_width <= 16 else (2, 1)
+    scale = max(1, block // 2048)
+    return {
+        "WHOLE_H": h <= block,
+        "R": max(1, rows // scale),
+        "BLOCK_H": block,
+        "num_warps": min(8, warps * scale),
+    }
 
 
 def gathered_rows_fwd(
@@ -343,12 +343,15 @@ def gathered_rows_fwd(
     """Log-probabilities of all REPLAY rows: two launches."""
     n, h = hidden.shape
     acc = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    if acc == torch.float64 and not isinstance(temperature, Tensor):
+        # A scalar argument of a kernel is float32.
+        temperature = torch.full((n,), temperature, dtype=acc, device=hidden.device)
     per_row = isinstance(temperature, Tensor)
     new = hidden.new_empty
     support_logprobs = new(len(ids), dtype=acc)
     logprobs, tails, lse = new(n, dtype=acc), new(n, dtype=acc), new(n, dtype=acc)
     entropy = new(n if want_entropy else 0, dtype=acc)
-    valid, broken = new(len(ids), dtype=torch.uint8), new(n, dtype=torch.uint8)
+    valid, state = new(len(ids), dtype=torch.uint8), new(n, dtype=torch.uint8)
     flags = None if active is None else active.view(torch.uint8)
     common = {"HAS_ACTIVE": active is not None, "PER_ROW": per_row, "ACC": _ACC[acc]}
     t = (temperature, 1.0) if per_row else (None, float(temperature))
@@ -364,17 +367,16 @@ def gathered_rows_fwd(
             t[0],
             support_logprobs,
             t[1],
-            softcap,
-            scale,
             h,
             len(weight),
             *hidden.stride(),
             *weight.stride(),
             HAS_BIAS=bias is not None,
-            HAS_CAP=softcap > 0,
+            SOFTCAP=softcap,
+            SCALE=scale,
             TILE=TILE,
             **common,
-            **{**_logits_shape(h, acc), **shape},
+            **{**_logits_shape(h, max_width), **shape},
         )
     if n:
         _rows_kernel[(n,)](
@@ -391,25 +393,23 @@ def gathered_rows_fwd(
             entropy,
             lse,
             valid,
-            broken,
+            state,
             t[1],
             len(weight),
             ENTROPY=want_entropy,
             **common,
             **_width_block(max_width),
         )
-    return GatheredRows(logprobs, support_logprobs, tails, entropy, valid, lse, broken)
+    return GatheredRows(logprobs, support_logprobs, tails, entropy, valid, lse, state)
 
 
 def entry_grads(
     saved: GatheredRows,
     labels: Tensor,
     temperature: Tensor | float,
-    active: Tensor | None,
     ids: Tensor,
     known: Tensor,
     offsets: Tensor,
-    kind: Tensor,
     max_width: int,
     softcap: float,
     scale: float,
@@ -417,10 +417,13 @@ def entry_grads(
     d_support_logprobs: Tensor | None,  # [nnz]
     d_tail_logprobs: Tensor | None,  # [N]
     d_entropy: Tensor | None,  # [N]
-) -> Tensor:
-    """The gradient of each entry's raw product `hidden . weight`, `[nnz]`: one launch."""
+) -> tuple[Tensor, Tensor]:
+    """The gradient of each entry's raw product `hidden . weight`, and its row: one launch."""
     n, acc = len(labels), saved.logprobs.dtype
     grad = torch.empty_like(saved.support_logprobs)
+    rows = torch.empty_like(ids)
+    if acc == torch.float64 and not isinstance(temperature, Tensor):
+        temperature = torch.full((n,), temperature, dtype=acc, device=labels.device)
     per_row = isinstance(temperature, Tensor)
     upstreams = [d_logprobs, d_support_logprobs, d_tail_logprobs, d_entropy]
     upstreams = [None if d is None else d.contiguous() for d in upstreams]
@@ -430,22 +433,19 @@ def entry_grads(
             ids,
             known.view(torch.uint8),
             offsets,
-            kind,
             labels,
-            None if active is None else active.view(torch.uint8),
             temperature if per_row else None,
             saved.tail_logprobs,
             saved.entropy,
             saved.lse,
-            saved.broken,
+            saved.state,
             *upstreams,
             grad,
+            rows,
             1.0 if per_row else float(temperature),
-            softcap,
-            scale,
-            HAS_ACTIVE=active is not None,
             PER_ROW=per_row,
-            HAS_CAP=softcap > 0,
+            SOFTCAP=softcap,
+            SCALE=scale,
             D_LOGPROBS=d_logprobs is not None,
             D_SUPPORT=d_support_logprobs is not None,
             D_TAILS=d_tail_logprobs is not None,
@@ -453,4 +453,4 @@ def entry_grads(
             ACC=_ACC[acc],
             **_width_block(max_width),
         )
-    return grad
+    return grad, rows
