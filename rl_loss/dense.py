@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_loss.head_rows import HeadRows
-from rl_loss.logits import LogitTransform, accumulation_dtype
+from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
 from rl_loss.support import RowKind
 
 _CHUNK = 2**24  # the most logits that are held at a time
@@ -54,8 +54,7 @@ def dense_fwd(
         logprobs[chunk] = z.gather(1, rows.labels[some, None])[:, 0] - lse[chunk]
         support_logprobs[inside] = z[at] - lse[chunk][at[0]]
         if want_entropy:
-            logp = z - lse[chunk, None]
-            entropy[chunk] = -(logp.exp() * logp).sum(-1)
+            entropy[chunk] = -p_log_p(z - lse[chunk, None]).sum(-1)
         head = rows.support.kind[some] == RowKind.HEAD
         known = rows.support.known[entries[inside]]
         z[at[0][known], at[1][known]] = -torch.inf
@@ -112,10 +111,9 @@ def dense_bwd(
             dz += share.exp_() * upstream[:, None]
             total += upstream
         if d_entropy is not None and saved.entropy is not None:
-            total = total[:, None] + d_entropy[some, None] * (logp + saved.entropy[chunk, None])
-        else:
-            total = total[:, None]
-        dz -= logp.exp_() * total
+            dz -= d_entropy[some, None] * p_log_p(logp)
+            total += d_entropy[some] * saved.entropy[chunk]
+        dz -= logp.exp_() * total[:, None]
         dz *= transform.derivative(z, rows.inv_temperature[some, None])
         if d_bias is not None:
             d_bias += dz.sum(0)

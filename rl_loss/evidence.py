@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import repeat
 from torch import Tensor
 
 from rl_loss.segments import segment_sum
-from rl_loss.support import TOLERANCE, RowKind, rows_of_entries
+from rl_loss.support import TOLERANCE, RowKind, first_row, rows_of_entries
 
 
 def score(logprobs: Tensor) -> Tensor:
@@ -72,19 +73,22 @@ class Evidence:
 
 def _sum(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
     if rows is None:
-        return values.reshape(n, -1 if n else values.numel()).sum(-1)
+        return values.reshape(n, len(values) // max(1, n)).sum(-1)
     return segment_sum(values, rows, n)
 
 
 def _at(values: Tensor, rows: Tensor | None, n_entries: int) -> Tensor:
     if rows is None:
-        width = n_entries // max(1, len(values))
-        return values[:, None].expand(len(values), width).reshape(-1)
+        return repeat(values, "n -> (n k)", k=n_entries // max(1, len(values)))
     return values[rows]
 
 
 def read_tokens(inputs: Any) -> Tokens:
     """The rows of `inputs`, checked for shape."""
+    for name in ("loss_mask", "trainer_logprobs", "inference_logprobs", "advantages"):
+        value = getattr(inputs, name, None)
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     mask = inputs.loss_mask
     if mask.dtype != torch.bool:
         raise ValueError(f"loss_mask must be bool, got {mask.dtype}")
@@ -133,9 +137,11 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
                 f"{name} must be {tuple(log_p.shape)} as trainer_support_logprobs, "
                 f"got {tuple(value.shape)}"
             )
+    if valid.dtype != torch.bool:
+        raise ValueError(f"support_valid must be bool, got {valid.dtype}")
     kind, mass = _kind_and_mass(inputs, n, dtype, device)
     kind = torch.where(tokens.mask, kind, int(RowKind.NONE))
-    valid = valid.reshape(-1).to(torch.bool)
+    valid = valid.reshape(-1)
     valid = valid & _at(tokens.mask & (kind > RowKind.NONE), rows, len(valid))
     log_p = torch.where(valid, log_p.reshape(-1).to(dtype), 0.0)
     log_q = torch.where(valid, log_q.detach().reshape(-1).to(dtype), 0.0)
@@ -153,11 +159,9 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     wrong = valid & ~(log_q.isfinite() & (log_q <= TOLERANCE) & log_p.detach().isfinite())
     if rows is not None:  # in padded rows an entry without q cannot be told from padding
         wrong |= ~valid & _at(kind == RowKind.DRAWS, rows, len(valid))
-    bad = (kind == RowKind.FAILED) | (_sum(wrong.to(dtype), rows, n) > 0)
+    bad = (kind < RowKind.NONE) | (kind > RowKind.DRAWS) | (_sum(wrong.to(dtype), rows, n) > 0)
     bad |= modelled & (log_p_tail.detach().isnan() | ~(q_tail >= -TOLERANCE))
-    bad |= modelled & ~(total <= 1 + TOLERANCE)
-    if mass is not None:
-        bad |= modelled & ~(total >= 1 - TOLERANCE)
+    bad |= modelled & ~((total - 1).abs() <= TOLERANCE)
     return Evidence(
         valid=valid,
         log_p=log_p,
@@ -184,6 +188,8 @@ def _entry_rows(inputs: Any, log_p: Tensor) -> Tensor | None:
                 f"trainer_support_logprobs and support_offsets must be [nnz] and [{n + 1}], got "
                 f"{tuple(log_p.shape)} and {tuple(offsets.shape)}"
             )
+        if offsets.device.type == "cpu":
+            _check_offsets(offsets, len(log_p))
         return rows_of_entries(offsets, len(log_p))
     if log_p.dim() != len(shape) + 1 or log_p.shape[:-1] != shape:
         raise ValueError(
@@ -191,6 +197,22 @@ def _entry_rows(inputs: Any, log_p: Tensor) -> Tensor | None:
             f"got {tuple(log_p.shape)}"
         )
     return None
+
+
+def _check_offsets(offsets: Tensor, nnz: int) -> None:
+    if offsets.is_floating_point() or offsets.dtype == torch.bool:
+        raise ValueError(f"support_offsets must be integers, got {offsets.dtype}")
+    falling = offsets.diff() < 0
+    if falling.any():
+        row = first_row(falling)
+        raise ValueError(
+            f"support_offsets must not fall, got {int(offsets[row])}, {int(offsets[row + 1])} "
+            f"in row {row}"
+        )
+    if offsets[0] != 0 or offsets[-1] != nnz:
+        raise ValueError(
+            f"support_offsets must run from 0 to {nnz}, got {int(offsets[0])} to {int(offsets[-1])}"
+        )
 
 
 def _kind_and_mass(

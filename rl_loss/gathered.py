@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_loss.head_rows import HeadRows
-from rl_loss.logits import LogitTransform, accumulation_dtype
+from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
 from rl_loss.segments import segment_logsumexp, segment_sum
 
 # The most elements of a gathered block of weight rows, where no sparse product exists.
@@ -47,7 +47,7 @@ class SparseRows:
         self.label, self.unknown = label, unknown  # [E]
         self.logprobs = segment_sum(torch.where(label, logp, 0.0), place, n)  # [G]
         self.tail_logprobs = segment_logsumexp(logp[unknown], place[unknown], n)  # [G]
-        self.entropy = -segment_sum(logp.exp() * logp, place, n) if want_entropy else None
+        self.entropy = -segment_sum(p_log_p(logp), place, n) if want_entropy else None
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`[N]`, `[nnz]`, `[N]`, `[N]`, 0 for the rows that are not REPLAY."""
@@ -115,7 +115,7 @@ class SparseRows:
         p = logp.exp()
         dz = u - p * segment_sum(u, place, len(chosen))[place]
         if d_entropy is not None and self.entropy is not None:
-            dz -= p * (logp + self.entropy[place]) * d_entropy[chosen][place]
+            dz -= (p_log_p(logp) + p * self.entropy[place]) * d_entropy[chosen][place]
         # A row of one id has no gradient; its logit was not computed and must lend it no slope.
         slope = transform.derivative(self.z, rows.inv_temperature[chosen][place])
         return torch.where(self.wide, dz * slope, 0.0)

@@ -98,6 +98,10 @@ def check_options(
         raise ValueError("process_group: vocabulary-parallel weights are not supported yet")
     if entropy not in (None, "support", "full"):
         raise ValueError(f'entropy must be None, "support" or "full", got {entropy!r}')
+    return logit_transform(softcap, logit_scale)
+
+
+def logit_transform(softcap: float | None, logit_scale: float) -> LogitTransform:
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be above 0 and finite, got {softcap}")
     if not math.isfinite(logit_scale):
@@ -114,9 +118,9 @@ def flat_rows(
     bias: Tensor | None,
     active: Tensor | None,
 ) -> tuple[Tensor, HeadRows]:
-    """Checks the arguments and flattens them to N rows, neutral where inactive."""
+    """Checks the values that the host sees; flattens to N rows, neutral where inactive."""
     shape, n, device = labels.shape, labels.numel(), hidden.device
-    vocab_size = check_tensors(hidden, weight, labels, support, bias, active)
+    vocab_size = weight.shape[0]
     support = Support.empty(n, device=device) if support is None else support
     if active is None or active.device.type == "cpu":
         check_recorded(support, active)
@@ -148,7 +152,13 @@ def check_tensors(
     support: Support | None,
     bias: Tensor | None,
     active: Tensor | None,
-) -> int:
+) -> None:
+    """Refuses arguments whose types, shapes, dtypes or devices do not fit together."""
+    for name, given in {"hidden": hidden, "weight": weight, "labels": labels}.items():
+        if not isinstance(given, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
+    if not (support is None or isinstance(support, Support)):
+        raise ValueError(f"support must be a Support, got {type(support).__name__}")
     for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
@@ -171,17 +181,16 @@ def check_tensors(
         raise ValueError(
             f"active must be bool {tuple(labels.shape)}, got {active.dtype} {tuple(active.shape)}"
         )
-    given: dict[str, Any] = {"weight": weight, "labels": labels, "support": support, "bias": bias}
-    for name, value in given.items():
+    others: dict[str, Any] = {"weight": weight, "labels": labels, "support": support, "bias": bias}
+    for name, value in others.items():
         if value is not None and value.device != hidden.device:
             raise ValueError(f"{name} must be on {hidden.device} as hidden, got {value.device}")
     if active is not None and active.device.type != "cpu" and active.device != hidden.device:
         raise ValueError(f"active must be on {hidden.device} or the host, got {active.device}")
-    return weight.shape[0]
 
 
 def check_temperature(temperature: float) -> None:
-    if not 0 < temperature < math.inf:
+    if not 0 < temperature < math.inf or 1 / temperature == math.inf:
         raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
 
 

@@ -17,6 +17,7 @@ from rl_loss.head_rows import (
     check_tensors,
     flat_rows,
     local_tensor,
+    logit_transform,
     only_replay,
     use_kernels,
 )
@@ -102,14 +103,14 @@ def fused_lm_head(
         >>> hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
         >>> support = Support.from_rows([([5, 2], [-0.6931, -0.6931]), None])
         >>> out = fused_lm_head(hidden, weight, torch.tensor([2, 7]), support)
-        >>> bool(out.support_logprobs.exp().sum() - 1 < 1e-6)
+        >>> bool((out.support_logprobs.exp().sum() - 1).abs() < 1e-6)
         True
     """
     weight, bias = local_tensor("weight", weight), local_tensor("bias", bias)
+    check_tensors(hidden, weight, labels, support, bias, active)
     kernels = use_kernels(impl, hidden.device)
     transform = check_options(softcap, logit_scale, entropy, process_group)
     if kernels and support is not None and entropy != "full" and only_replay(support, active):
-        check_tensors(hidden, weight, labels, support, bias, active)
         return _replay(
             hidden, weight, labels, support, temperature, bias, active, transform, entropy
         )
@@ -202,6 +203,7 @@ class FusedLMHead(nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        logit_transform(softcap, logit_scale)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.softcap, self.logit_scale = softcap, logit_scale
 

@@ -30,6 +30,11 @@ class LogitTransform:
         return slope
 
 
+def p_log_p(logp: Tensor) -> Tensor:
+    """`p log p`, 0 where p is 0 (an id whose bias is -inf)."""
+    return logp.exp() * torch.where(logp.isneginf(), 0.0, logp)
+
+
 def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any tensor is, else float32."""
     double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)

@@ -1,5 +1,6 @@
 """Policy-gradient losses on log-probabilities: ipo, icepop and reinforce."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,8 @@ class LossInputs:
             loss_weights=loss_weights,
         )
         if support is None:
+            if output.support_logprobs.numel():
+                raise ValueError("support must be the one that the head was called with, got None")
             return inputs
         if len(support) != logprobs.numel() or support.nnz != output.support_logprobs.numel():
             raise ValueError(
@@ -229,6 +232,11 @@ def _loss(
 ) -> LossOutputs:
     if kl not in ("forward", "reverse", "squared"):
         raise ValueError(f'kl must be "forward", "reverse" or "squared", got {kl!r}')
+    for name, factor in {"adv_tau": adv_tau, "kl_tau": kl_tau}.items():
+        if not math.isfinite(factor) or (name == "kl_tau" and factor < 0):
+            raise ValueError(
+                f"{name} must be finite{', at least 0' * (name == 'kl_tau')}, got {factor}"
+            )
     tokens = read_tokens(inputs)
     evidence = read_evidence(inputs, tokens)
     table = MetricTable()

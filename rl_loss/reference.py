@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rl_loss.head_rows import HeadRows
-from rl_loss.logits import LogitTransform, accumulation_dtype
+from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
 from rl_loss.segments import segment_logsumexp, segment_sum
 from rl_loss.support import RowKind
 
@@ -29,6 +29,9 @@ def reference_lm_head(
     holds logits over the vocabulary, or gathered weight rows, of more than one block.
     """
     dtype = accumulation_dtype(hidden, weight)
+    # Converted once and whole: autograd then adds up in this dtype and rounds once, at the end.
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
     n, nnz = len(rows), rows.support.nnz
     entry_rows = rows.support.entry_rows
     new = torch.zeros(n, dtype=dtype, device=hidden.device)
@@ -50,7 +53,7 @@ def reference_lm_head(
 
     # Broken rows are NaN in value and, through the product, in gradient.
     broken = rows.broken.nonzero()[:, 0]
-    put("logprobs", broken, hidden[broken].to(dtype).sum(-1) * torch.nan)
+    put("logprobs", broken, hidden[broken].sum(-1) * torch.nan)
     widths = rows.support.offsets.diff()
     for chosen in _blocks(rows.gathered, widths[rows.gathered] * hidden.shape[1]):
         entries, _ = rows.entries(chosen)
@@ -84,10 +87,10 @@ def _blocks(rows: Tensor, sizes: Tensor) -> Iterator[Tensor]:
 
 def _gathered(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ...]:
     """Rows normalised over their supports."""
-    dtype, n = accumulation_dtype(hidden, weight), len(chosen)
+    n = len(chosen)
     entries, place = rows.entries(chosen)
     ids = rows.support.ids[entries].long()
-    products = hidden[chosen].to(dtype)[place] * weight[ids].to(dtype)
+    products = hidden[chosen][place] * weight[ids]
     at_ids = None if bias is None else bias[ids]
     z = transform(products.sum(-1), at_ids, rows.inv_temperature[chosen][place])
     logprobs = z - segment_logsumexp(z, place, n)[place]
@@ -97,16 +100,16 @@ def _gathered(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ..
         segment_sum(torch.where(label, logprobs, 0.0), place, n),
         logprobs,
         segment_logsumexp(logprobs[unknown], place[unknown], n),
-        -segment_sum(logprobs.exp() * logprobs, place, n),
+        -segment_sum(p_log_p(logprobs), place, n),
     )
 
 
 def _dense(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ...]:
     """Rows normalised over the vocabulary."""
-    dtype, n = accumulation_dtype(hidden, weight), len(chosen)
+    n = len(chosen)
     entries, place = rows.entries(chosen)
     ids = rows.support.ids[entries].long()
-    raw = hidden[chosen].to(dtype) @ weight.to(dtype).T
+    raw = hidden[chosen] @ weight.T
     z = transform(raw, bias, rows.inv_temperature[chosen, None])
     logprobs = z.log_softmax(-1)
     known = rows.support.known[entries]
@@ -118,5 +121,5 @@ def _dense(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ...]:
         logprobs.gather(1, rows.labels[chosen, None])[:, 0],
         logprobs[place, ids],
         segment_logsumexp(logprobs[row, column], row, n),
-        -(logprobs.exp() * logprobs).sum(-1),
+        -p_log_p(logprobs).sum(-1),
     )

@@ -65,14 +65,16 @@ def test_a_row_of_one_id_costs_no_product_and_gives_no_gradient(monkeypatch):
         assert torch.equal(value, torch.zeros_like(value))
 
 
-def test_weight_gradient_error_does_not_grow_with_the_entries_of_an_id():
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize("kind", [RowKind.REPLAY, RowKind.NONE])
+def test_weight_gradient_error_does_not_grow_with_the_entries_of_an_id(impl, kind):
     """bf16 in, thousands of entries of one id, one rounding."""
     n = 3000
     batch = random_batch(
-        n, 8, 5, kinds=(RowKind.REPLAY,), dtype=torch.bfloat16, widths=(3,), incomplete=False
+        n, 8, 5, kinds=(kind,), dtype=torch.bfloat16, widths=(3,), incomplete=False
     ).leaves()
     exact = batch.leaves(torch.float64)
     for leaves in (batch, exact):
-        out = fused_lm_head(leaves.hidden, leaves.weight, leaves.labels, leaves.support)
+        out = fused_lm_head(leaves.hidden, leaves.weight, leaves.labels, leaves.support, impl=impl)
         out.logprobs.sum().backward()
     assert relative_error(batch.weight.grad, exact.weight.grad) < torch.finfo(torch.bfloat16).eps

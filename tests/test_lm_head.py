@@ -415,6 +415,8 @@ def test_errors_name_the_argument_the_row_and_the_value():
     fails(r"labels\[2\] is \d+, which its REPLAY row \(3 ids\)", hidden, weight, far, support)
     fails(r"hidden and weight must be", hidden[:, :3], weight, labels, support)
     fails(r"labels must be \(6,\)", hidden, weight, labels[:5], support)
+    fails(r"labels must be a tensor, got list", hidden, weight, labels.tolist(), support)
+    fails(r"support must be a Support, got list", hidden, weight, labels, [None] * 6)
     fails(r"labels must be integers", hidden, weight, labels.float(), support)
     fails(r"hidden must be floating point", hidden.long(), weight, labels, support)
     fails(r"support must have 6 rows, got 5", hidden, weight, labels, support[:5])

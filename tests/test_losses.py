@@ -324,6 +324,61 @@ def test_log_ratios_of_90_stay_finite(loss, direction, centering):
             assert torch.equal(grad[3:], alone.trainer_logprobs.grad)
 
 
+@pytest.mark.parametrize("centering", [True, False])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "squared"])
+@pytest.mark.parametrize("kind", [RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS])
+@pytest.mark.parametrize("loss", [ipo_loss, icepop_loss, reinforce_loss])
+def test_support_entries_90_apart_stay_finite(loss, kind, direction, centering):
+    """One entry that p all but excludes, one that q does, and a tail that both disagree about."""
+    logp = torch.tensor([-0.01, -91.0, -5.0], requires_grad=True)
+    tail = torch.tensor([-95.0], requires_grad=True)
+    inputs = LossInputs(
+        logp[:1],
+        torch.tensor([-91.0]),
+        torch.ones(1),
+        torch.ones(1, dtype=torch.bool),
+        trainer_support_logprobs=logp,
+        sampler_support_logprobs=torch.tensor([-91.0, math.log(0.6), math.log(0.3)]),
+        sampler_tail_mass=torch.tensor([0.1]) if kind != RowKind.DRAWS else torch.zeros(1),
+        trainer_tail_logprobs=tail,
+        support_offsets=torch.tensor([0, 3]),
+        support_kind=torch.tensor([kind], dtype=torch.int8),
+    )
+    out = loss(inputs, kl_tau=1.0, kl=direction, score_centering=centering)
+    out.loss.backward()
+    assert out.loss.isfinite()
+    assert logp.grad.isfinite().all()
+    assert tail.grad is None or tail.grad.isfinite().all()
+    assert all(value.isfinite() for value in out.metrics.values())
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "squared"])
+@pytest.mark.parametrize("rule", LOSSES)
+def test_bitwise_equal_logprobs_have_no_divergence(rule, direction):
+    """Ratio exactly 1, nothing rejected, KL exactly 0 in value and gradient on every kind."""
+    inputs, _ = batch_inputs()
+    valid = inputs.support_valid
+    same = as_leaves(
+        replace(
+            inputs,
+            inference_logprobs=inputs.trainer_logprobs.detach().clone(),
+            sampler_support_logprobs=torch.where(
+                valid, inputs.trainer_support_logprobs.detach(), torch.nan
+            ),
+            sampler_tail_mass=inputs.trainer_tail_logprobs.detach().exp(),
+            advantages=torch.zeros(12, dtype=torch.float64),
+        )
+    )
+    # exp and log do not invert each other bitwise: the tail's log has to be q's own.
+    same.trainer_tail_logprobs = same.sampler_tail_mass.log().requires_grad_()
+    out = LOSSES[rule](same, kl_tau=1.0, kl=direction)
+    assert torch.equal(out.per_token_loss, torch.zeros(12, dtype=torch.float64))
+    assert out.metrics["importance_ratio_mean"] == 1
+    assert out.metrics["is_masked"] == 0
+    assert out.metrics["mismatch_kl"] == 0
+    assert out.metrics["sampler_kl"] == 0
+
+
 def test_bounds_are_inclusive():
     log_q = [-3.0, -3.0, -3.0, -3.0]
     low, high = math.log(0.2), math.log(5.0)
@@ -647,6 +702,17 @@ def test_evidence_that_breaks_a_rule_is_nan_in_value_and_gradient():
     assert torch.equal(out.per_token_loss[6:], good.per_token_loss[6:])
 
 
+def test_evidence_without_a_kind_or_a_whole_mass_is_nan():
+    inputs, _ = batch_inputs()
+    kind = inputs.support_kind.clone()
+    kind[0], kind[1] = 4, -2
+    out = reinforce_loss(replace(inputs, support_kind=kind))
+    assert out.per_token_loss.isnan().nonzero()[:, 0].tolist() == [0, 1]
+    # Without tail masses every row has none: those with a tail do not add up.
+    out = reinforce_loss(replace(inputs, sampler_tail_mass=None))
+    assert out.per_token_loss.isnan().nonzero()[:, 0].tolist() == [1, 3, 7, 9]
+
+
 def test_a_draw_without_q_is_nan():
     inputs, _ = batch_inputs()
     valid = inputs.support_valid.clone()
@@ -667,6 +733,18 @@ def test_errors_name_the_argument():
     fails(r"trainer_support_logprobs and support_offsets", support_offsets=torch.zeros(3).long())
     fails(r"trainer_support_logprobs must be \[", support_offsets=None)
     fails(r"must be given together", sampler_support_logprobs=None)
+    fails(r"loss_mask must be a tensor, got NoneType", loss_mask=None)
+    fails(r"support_valid must be bool", support_valid=inputs.support_valid.float())
+    offsets = inputs.support_offsets
+    fails(
+        r"support_offsets must not fall, got 5, 4 in row 1",
+        support_offsets=offsets.index_fill(0, torch.tensor([2]), 4),
+    )
+    fails(
+        r"support_offsets must run from 0 to \d+, got 1",
+        support_offsets=offsets.index_fill(0, torch.tensor([0]), 1),
+    )
+    fails(r"support_offsets must be integers", support_offsets=offsets.float())
     fails(r"support_valid must be", support_valid=torch.ones(2, dtype=torch.bool))
     fails(r"sampler_tail_mass must have 12 rows", sampler_tail_mass=torch.ones(2))
     fails(r"trainer_tail_logprobs must have 12 rows", trainer_tail_logprobs=torch.ones(2))
@@ -676,6 +754,10 @@ def test_errors_name_the_argument():
         icepop_loss(inputs, ratio_low=3.0, ratio_high=2.0)
     with pytest.raises(ValueError, match="eps must be"):
         ipo_loss(inputs, eps=-0.1)
+    with pytest.raises(ValueError, match="kl_tau must be finite, at least 0"):
+        ipo_loss(inputs, kl_tau=-1.0)
+    with pytest.raises(ValueError, match="adv_tau must be finite"):
+        ipo_loss(inputs, adv_tau=math.nan)
     with pytest.raises(ValueError, match="max_importance_ratio"):
         ipo_loss(inputs, max_importance_ratio=0.0)
     z, labels = torch.randn(12, V), torch.zeros(12, dtype=torch.int64)

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks stand beside th
 from benchmarks.workloads import data_folder, real_like, real_rows
 from rl_loss import LossInputs, fused_lm_head, icepop_loss
 
-np = pytest.importorskip("numpy")
 FOLDER = data_folder()
 needs_data = pytest.mark.skipif(
     FOLDER is None, reason="the real supports are not here; set RL_LOSS_DATA to their folder"

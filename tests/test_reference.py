@@ -92,3 +92,22 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
         torch.testing.assert_close(value, wanted, rtol=1e-13, atol=1e-13)
     for grad, wanted in zip(cut.grads(), whole.grads(), strict=True):
         assert relative_error(grad, wanted) < 1e-13
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_ids_with_a_bias_of_minus_infinity_are_as_if_not_there(impl):
+    """A head padded to more ids, -inf in its bias: every output and gradient of the others."""
+    small = random_batch(12, 6, 20).leaves()
+    big = random_batch(12, 6, 20)
+    more = torch.randn(5, 6, dtype=torch.float64)
+    big.weight = torch.cat([big.weight, more])
+    big.bias = torch.cat([big.bias, torch.full((5,), -torch.inf, dtype=torch.float64)])
+    big = big.leaves()
+    results = []
+    for batch in (small, big):
+        out = outputs(head(batch, impl, entropy="full"))
+        weighted_sum(out).backward()
+        results.append([*out, batch.hidden.grad, batch.weight.grad[:20], batch.bias.grad[:20]])
+    for value, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(big.weight.grad[20:], torch.zeros(5, 6, dtype=torch.float64))

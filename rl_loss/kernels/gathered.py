@@ -193,7 +193,7 @@ def _rows_kernel(
         logp = tl.where(entry < computed, x - norm, 0.0)
         picked += tl.where(held & (v == label), logp, 0.0)
         if ENTROPY:
-            disorder -= tl.exp(logp) * logp
+            disorder -= tl.exp(logp) * tl.where(logp == minus_inf, 0.0, logp)
         tl.store(support_logprobs + entry, tl.where(bad, nan, logp), mask=held)
         usable = q_known & (entry < usable_end)
         tl.store(valid + entry, usable.to(tl.uint8), mask=held)
@@ -279,7 +279,7 @@ def _entry_grads_kernel(
             u += tl.where(unknown, tl.exp(tl.where(unknown, logp - tail, 0.0)) * d_tail, 0.0)
         dz = u - p * total
         if D_ENTROPY:
-            dz -= p * (logp + h) * d_h
+            dz -= p * (tl.where(p == 0, 0.0, logp) + h) * d_h
         if SOFTCAP > 0:
             capped = (logp + norm) / (inv * SOFTCAP)
             dz *= 1.0 - capped * capped
