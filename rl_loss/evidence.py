@@ -7,8 +7,12 @@ import torch
 from einops import repeat
 from torch import Tensor
 
+from rl_loss.host import host_sees
 from rl_loss.segments import segment_sum
 from rl_loss.support import TOLERANCE, RowKind, first_row, rows_of_entries
+
+# As plain ints: torch.compile compares no tensor with an enum.
+_NONE, _REPLAY, _HEAD, _DRAWS = (int(kind) for kind in list(RowKind)[1:])
 
 
 def score(logprobs: Tensor) -> Tensor:
@@ -51,11 +55,11 @@ class Evidence:
     @property
     def modelled(self) -> Tensor:
         """Rows whose q is known up to the tail model, `[N]`."""
-        return self.usable & (self.kind != RowKind.DRAWS)
+        return self.usable & (self.kind != _DRAWS)
 
     @property
     def drawn(self) -> Tensor:
-        return self.usable & (self.kind == RowKind.DRAWS)
+        return self.usable & (self.kind == _DRAWS)
 
     def sum(self, values: Tensor) -> Tensor:
         """`[E]` to `[N]`."""
@@ -140,16 +144,16 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     if valid.dtype != torch.bool:
         raise ValueError(f"support_valid must be bool, got {valid.dtype}")
     kind, mass = _kind_and_mass(inputs, n, dtype, device)
-    kind = torch.where(tokens.mask, kind, int(RowKind.NONE))
+    kind = torch.where(tokens.mask, kind, _NONE)
     valid = valid.reshape(-1)
-    valid = valid & _at(tokens.mask & (kind > RowKind.NONE), rows, len(valid))
+    valid = valid & _at(tokens.mask & (kind > _NONE), rows, len(valid))
     log_p = torch.where(valid, log_p.reshape(-1).to(dtype), 0.0)
     log_q = torch.where(valid, log_q.detach().reshape(-1).to(dtype), 0.0)
     usable = _sum(valid.to(dtype), rows, n) > 0
-    modelled = usable & (kind != RowKind.DRAWS)
+    modelled = usable & (kind != _DRAWS)
     q_tail = torch.zeros(n, dtype=dtype, device=device) if mass is None else mass
     q_tail = torch.where(modelled, q_tail, 0.0)
-    wanted = modelled & ((q_tail > 0) | (kind == RowKind.HEAD))
+    wanted = modelled & ((q_tail > 0) | (kind == _HEAD))
     log_p_tail = _trainer_tail(inputs, log_p, valid, rows, wanted)
     # An inactive or absent tail is replaced before any arithmetic, so that it has no gradient.
     some = modelled & (log_p_tail.detach() > -torch.inf)
@@ -158,8 +162,8 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     total = q_tail + _sum(torch.where(valid, log_q.exp(), 0.0), rows, n)
     wrong = valid & ~(log_q.isfinite() & (log_q <= TOLERANCE) & log_p.detach().isfinite())
     if rows is not None:  # in padded rows an entry without q cannot be told from padding
-        wrong |= ~valid & _at(kind == RowKind.DRAWS, rows, len(valid))
-    bad = (kind < RowKind.NONE) | (kind > RowKind.DRAWS) | (_sum(wrong.to(dtype), rows, n) > 0)
+        wrong |= ~valid & _at(kind == _DRAWS, rows, len(valid))
+    bad = (kind < _NONE) | (kind > _DRAWS) | (_sum(wrong.to(dtype), rows, n) > 0)
     bad |= modelled & (log_p_tail.detach().isnan() | ~(q_tail >= -TOLERANCE))
     bad |= modelled & ~((total - 1).abs() <= TOLERANCE)
     return Evidence(
@@ -188,7 +192,7 @@ def _entry_rows(inputs: Any, log_p: Tensor) -> Tensor | None:
                 f"trainer_support_logprobs and support_offsets must be [nnz] and [{n + 1}], got "
                 f"{tuple(log_p.shape)} and {tuple(offsets.shape)}"
             )
-        if offsets.device.type == "cpu":
+        if host_sees(offsets.device):
             _check_offsets(offsets, len(log_p))
         return rows_of_entries(offsets, len(log_p))
     if log_p.dim() != len(shape) + 1 or log_p.shape[:-1] != shape:
@@ -226,10 +230,10 @@ def _kind_and_mass(
     mass = None if mass is None else mass.detach().reshape(-1).to(dtype)
     if kind is not None:
         return kind.reshape(-1), mass
-    replay = torch.full((n,), int(RowKind.REPLAY), dtype=torch.int8, device=device)
+    replay = torch.full((n,), _REPLAY, dtype=torch.int8, device=device)
     if mass is None:
         return replay, None
-    return torch.where(mass > 0, int(RowKind.HEAD), replay).to(torch.int8), mass
+    return torch.where(mass > 0, _HEAD, replay).to(torch.int8), mass
 
 
 def _trainer_tail(

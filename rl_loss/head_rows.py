@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.segments import segment_sum
 from rl_loss.support import RowKind, Support, first_row
@@ -128,7 +129,7 @@ def flat_rows(
         active = torch.ones(shape, dtype=torch.bool, device=device)
     on_device = active.to(device, non_blocking=True).reshape(n)
     inv_temperature = _inv_temperature(temperature, hidden, weight, shape, on_device)
-    if _host_sees(device):
+    if host_sees(device):
         check_ids(support, vocab_size, on_device)
         check_labels(labels, vocab_size, support, on_device)
         broken = torch.zeros(n, dtype=torch.bool)
@@ -220,17 +221,12 @@ def _inv_temperature(
     temperature = temperature.to(dtype).expand(shape).reshape(-1)
     good = (temperature > 0) & (temperature < torch.inf)
     bad = on & ~good
-    if _host_sees(temperature.device) and bad.any():
+    if host_sees(temperature.device) and bad.any():
         row = first_row(bad)
         raise ValueError(
             f"temperature must be above 0 and finite, got {float(temperature[row])} in row {row}"
         )
     return torch.where(good, 1.0 / torch.where(good, temperature, 1.0), torch.nan)
-
-
-def _host_sees(device: torch.device) -> bool:
-    """Whether values can be checked without a sync."""
-    return device.type == "cpu"
 
 
 def _broken(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_loss.centering import expected_score
 from rl_loss.evidence import read_evidence, read_tokens, score
+from rl_loss.host import host_sees
 from rl_loss.metrics import Metrics, MetricTable, centering_metrics, token_metrics
 from rl_loss.sampler_kl import Direction, sampler_kl
 from rl_loss.support import first_row
@@ -73,7 +74,7 @@ class LossInputs:
         if loss_mask.device != active.device:
             raise ValueError(f"loss_mask must be on {active.device}, got {loss_mask.device}")
         unread = loss_mask & ~active
-        if loss_mask.device.type == "cpu":
+        if host_sees(loss_mask.device):
             if unread.any():
                 row = first_row(unread.reshape(-1))
                 raise ValueError(f"loss_mask is True in row {row}, which the head had inactive")

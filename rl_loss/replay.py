@@ -305,12 +305,13 @@ def replay_grads(
     none = grad.new_empty(0)
     d_hidden, d_weight, d_bias = none, none, none
     if need[0]:
-        d_hidden = gathered_sums(
+        d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        gathered_sums(
             weight,
             grad,
             ids,
             offsets,
-            hidden.dtype,
+            d_hidden,
             owners=rows,
             max_entries=max_width,
             base=bases[0],

@@ -144,13 +144,12 @@ def test_hot_ids_on_the_tensor_cores(monkeypatch):
 
     # The interpreter multiplies the bits of bfloat16 matrices as integers.
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    monkeypatch.setattr(scattered, "HOT", 16)
     batch = on_device(random_batch(9, 20, 60, kinds=(RowKind.REPLAY,), dtype=dtype, widths=(25, 3)))
     batch.hidden[4] = torch.nan
     active = torch.arange(9) != 4
     grads = []
-    for dense_ids in (True, False):
-        defaults = {**scattered.weight_sums.__kwdefaults__, "dense_ids": dense_ids, "programs": 3}
+    for hot in (16, 0):
+        defaults = {**scattered.weight_sums.__kwdefaults__, "hot": hot, "programs": 3}
         monkeypatch.setattr(scattered.weight_sums, "__kwdefaults__", defaults)
         leaves = batch.leaves()
         out = head(leaves, "triton", active=active)
@@ -204,7 +203,7 @@ def test_rows_that_break_a_rule_are_nan(monkeypatch):
     """A label outside its row, an id outside V, a temperature of 0: value and hidden gradient."""
     import rl_loss.head_rows as head_rows
 
-    monkeypatch.setattr(head_rows, "_host_sees", lambda device: False)
+    monkeypatch.setattr(head_rows, "host_sees", lambda device: False)
     batch = random_batch(8, 6, 21, kinds=(RowKind.REPLAY,), widths=(4, 1))
     held = batch.support[0:1].ids.tolist()
     batch.labels[0] = next(v for v in range(21) if v not in held)
@@ -353,13 +352,24 @@ def test_the_weight_gradient_is_bitwise_the_same_twenty_times():
         assert torch.equal(leaves.weight.grad, first)
 
 
-@pytest.mark.gpu
+@kernels
 def test_compiled_whole():
-    batch = big_batch().leaves()
+    """torch.compile takes head and loss in one graph, and gives the eager gradients."""
+    if DEVICE == "cuda":
+        batch = big_batch().leaves()
+    else:
+        batch = random_batch(9, 6, 21, kinds=(RowKind.REPLAY,), dtype=torch.float32, widths=(5, 3))
+        batch = batch.leaves()
 
     def loss(hidden, weight, bias):
         out = fused_lm_head(
-            hidden, weight, batch.labels, batch.support, bias=bias, entropy="support"
+            hidden,
+            weight,
+            batch.labels,
+            batch.support,
+            bias=bias,
+            entropy="support",
+            impl="triton",
         )
         inputs = LossInputs.from_head(
             out,
@@ -372,7 +382,8 @@ def test_compiled_whole():
     loss(batch.hidden, batch.weight, batch.bias).backward()
     eager = [grad.clone() for grad in batch.grads()]
     fresh = batch.leaves()
-    compiled = torch.compile(loss, fullgraph=True)
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
     compiled(fresh.hidden, fresh.weight, fresh.bias).backward()
     for grad, wanted in zip(fresh.grads(), eager, strict=True):
         assert relative_error(grad, wanted) < 5e-3

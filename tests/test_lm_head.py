@@ -187,7 +187,7 @@ def test_what_only_a_device_can_see_is_nan_in_value_and_gradient(impl, monkeypat
     on = torch.ones(8, dtype=torch.bool)
     broken = head_rows._broken(batch.labels, batch.support, 31, on, inv_temperature)
     assert broken.nonzero()[:, 0].tolist() == list(bad)
-    monkeypatch.setattr(head_rows, "_host_sees", lambda device: False)
+    monkeypatch.setattr(head_rows, "host_sees", lambda device: False)
     out = head(batch, impl, entropy="support")
     for value in (out.logprobs, out.trainer_tail_logprobs, out.entropy):
         assert value[:4].isnan().all()

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEAVY = 512  # output rows of more entries go to narrow blocks of columns, many programs a row
-HOT = 512  # the most frequent ids of a batch, whose weight gradient is a dense product
+from rl_loss.kernels.hot_ids import HOT, hot_sums, id_bounds
+
+# Output rows of more entries go to narrow blocks of columns, many programs a row.
+HEAVY = 1024
 
 
 @triton.jit
@@ -129,76 +131,19 @@ def _heavy_kernel(
 @triton.jit
 def _in_order_kernel(
     order,  # [nnz] int64
-    sorted_ids,  # [nnz] int32
     grad,  # [nnz]
     rows,  # [nnz] int32
-    slots,  # [V] int32
     sorted_grad,  # [nnz] out
     sorted_rows,  # [nnz] int32 out
-    hot,  # [N, 2, HOT] out: zero before
     nnz,
-    HAS_SLOTS: tl.constexpr,
-    HOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Entries in the order of their ids; those of hot ids into a matrix, as a sum of two halves."""
+    """Entries in the order of their ids, so that a sum reads them without a detour."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = at < nnz
     entry = tl.load(order + at, mask=held, other=0)
-    g = tl.load(grad + entry, mask=held, other=0.0)
-    row = tl.load(rows + entry, mask=held, other=0)
-    tl.store(sorted_grad + at, g, mask=held)
-    tl.store(sorted_rows + at, row, mask=held)
-    if HAS_SLOTS:
-        v = tl.load(sorted_ids + at, mask=held, other=0)
-        slot = tl.load(slots + v, mask=held, other=-1)
-        cell = hot + row.to(tl.int64) * (2 * HOT) + slot
-        high = g.to(hot.dtype.element_ty)
-        tl.store(cell, high, mask=slot >= 0)
-        low = (g - high.to(tl.float32)).to(hot.dtype.element_ty)
-        tl.store(cell + HOT, low, mask=slot >= 0)
-
-
-@triton.jit
-def _hot_kernel(
-    out,  # [V, H]
-    base,  # [V, H]
-    hidden,  # [N, H]
-    hot,  # [N, 2, HOT]
-    hot_ids,  # [HOT] int64
-    state,  # [N] uint8: rows other than 0 are not read
-    N,
-    H,
-    so,
-    sh0,
-    sh1,
-    HAS_BASE: tl.constexpr,
-    HOT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The weight gradient of hot ids, `hot.T @ hidden`, on the tensor cores."""
-    slot = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    total = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-    for first in range(0, N, BLOCK_N):
-        row = first + tl.arange(0, BLOCK_N).to(tl.int64)
-        read = (tl.load(state + row, mask=row < N, other=2) == 0)[:, None]
-        h = tl.load(
-            hidden + row[:, None] * sh0 + columns[None, :] * sh1,
-            mask=read & (columns < H)[None, :],
-            other=0.0,
-        )
-        cells = hot + row[None, :] * (2 * HOT) + slot[:, None]
-        inside = (row < N)[None, :]
-        total = tl.dot(tl.load(cells, mask=inside, other=0.0), h, total)
-        total = tl.dot(tl.load(cells + HOT, mask=inside, other=0.0), h, total)
-    o = tl.load(hot_ids + slot)[:, None]
-    inside = (columns < H)[None, :]
-    if HAS_BASE:
-        total += tl.load(base + o * H + columns[None, :], mask=inside, other=0.0)
-    tl.store(out + o * so + columns[None, :], total, mask=inside)
+    tl.store(sorted_grad + at, tl.load(grad + entry, mask=held, other=0.0), mask=held)
+    tl.store(sorted_rows + at, tl.load(rows + entry, mask=held, other=0), mask=held)
 
 
 def gathered_sums(
@@ -206,7 +151,7 @@ def gathered_sums(
     grad: Tensor,  # [nnz]
     index: Tensor,  # [nnz] int32
     offsets: Tensor,  # [M + 1]
-    dtype: torch.dtype,
+    out: Tensor,  # [M, H]
     *,
     owners: Tensor,  # [nnz] int32
     max_entries: int,
@@ -217,10 +162,9 @@ def gathered_sums(
     heavy: int = HEAVY,
     light_shape: dict[str, int] | None = None,
     heavy_shape: dict[str, int] | None = None,
-) -> Tensor:
-    """The sums `[M, H]`, rounded once to `dtype`: one launch, two where a row may be heavy."""
-    m, h = len(offsets) - 1, dense.shape[1]
-    out = dense.new_empty(m, h, dtype=dtype)
+) -> None:
+    """Writes the sums, rounded once to `out`'s dtype: a launch, two where a row may be heavy."""
+    m, h = out.shape
     acc = tl.float64 if grad.dtype == torch.float64 else tl.float32
     flag: dict[str, Any] = {"HAS_BASE": base is not None, "HAS_FLAGS": flags is not None}
     flag |= {"HAS_SLOTS": slots is not None, "HEAVY": heavy, "ACC": acc}
@@ -238,7 +182,6 @@ def gathered_sums(
             out, base, dense, grad, index, offsets, owners, flags, slots,
             h, out.stride(0), *dense.stride(), **flag, **shape,
         )  # fmt: skip
-    return out
 
 
 def weight_sums(
@@ -251,41 +194,35 @@ def weight_sums(
     *,
     state: Tensor,  # [N] uint8
     base: Tensor | None = None,
-    dense_ids: bool | None = None,
-    programs: int = 132 * 16,
+    hot: int | None = None,
+    programs: int = 132 * 32,
     **shapes: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight gradient `[V, H]`, and the running list behind it: sorted gradients and bounds.
+    """The weight gradient `[V, H]`, and the list behind it: gradients by id, and its bounds.
 
-    The HOT most frequent ids of a large batch hold about half of its entries: as a dense product
-    on the tensor cores they cost a tenth of gathering their rows. Their gradients enter as the sum
-    of two low-precision halves, so that float32's digits are kept.
+    `hot` is the most ids that go to the tensor cores (`rl_loss.kernels.hot_ids`).
     """
     n, nnz = len(hidden), len(ids)
-    sorted_ids, order = ids.sort(stable=True)
-    every = torch.arange(vocab_size + 1, dtype=torch.int32, device=ids.device)
-    bounds = torch.searchsorted(sorted_ids, every, out_int32=True)
-    if dense_ids is None:
+    out = hidden.new_empty(vocab_size, hidden.shape[1], dtype=dtype)
+    bounds = id_bounds(ids, vocab_size)
+    if hot is None:
         low = hidden.dtype == torch.bfloat16 and grad.dtype == torch.float32
-        dense_ids = low and nnz >= 2**19 and vocab_size >= 2 * HOT
-    slots = hot = None
-    if dense_ids:
-        hot_ids = bounds.diff().topk(HOT, sorted=False).indices
-        slots = torch.full((vocab_size,), -1, dtype=torch.int32, device=ids.device)
-        slots[hot_ids] = every[:HOT]
-        hot = torch.zeros(n, 2, HOT, dtype=hidden.dtype, device=ids.device)
+        hot = HOT if low and nnz >= 2**16 else 0
+    slots = None
+    if hot:
+        slots = hot_sums(out, base, hidden, grad, rows, ids, bounds, state, hot)
+    sorted_ids, order = ids.sort(stable=True)
     sorted_grad, sorted_rows = torch.empty_like(grad), torch.empty_like(rows)
     if nnz:
         _in_order_kernel[(triton.cdiv(nnz, 1024),)](
-            order, sorted_ids, grad, rows, slots, sorted_grad, sorted_rows, hot, nnz,
-            HAS_SLOTS=dense_ids, HOT=HOT, BLOCK=1024,
-        )  # fmt: skip
-    out = gathered_sums(
+            order, grad, rows, sorted_grad, sorted_rows, nnz, BLOCK=1024
+        )
+    gathered_sums(
         hidden,
         sorted_grad,
         sorted_rows,
         bounds,
-        dtype,
+        out,
         owners=sorted_ids,
         max_entries=min(n, nnz),
         base=base,
@@ -293,13 +230,4 @@ def weight_sums(
         programs=programs,
         **shapes,
     )
-    if dense_ids:
-        h = hidden.shape[1]
-        block = min(64, HOT)
-        grid = HOT // block, triton.cdiv(h, 128)
-        _hot_kernel[grid](
-            out, base, hidden, hot, hot_ids, state, n, h, out.stride(0), *hidden.stride(),
-            HAS_BASE=base is not None, HOT=HOT, BLOCK_M=block, BLOCK_H=128, BLOCK_N=64,
-            num_warps=4, num_stages=3,
-        )  # fmt: skip
     return out, sorted_grad, bounds
