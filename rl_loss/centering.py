@@ -30,7 +30,7 @@ def expected_score(rule: Rule, evidence: Evidence) -> Centering:
     share = torch.where(
         evidence.at(evidence.drawn), 1 / evidence.at(evidence.size).clamp(min=1), log_q.exp()
     )
-    coefficient = torch.where(evidence.valid, share * rule(log_p, log_q).weight, 0.0)
+    coefficient = torch.where(evidence.valid, share * rule.weigh(log_p, log_q).weight, 0.0)
     tail = evidence.log_p_tail.detach(), evidence.log_q_tail
     tail_coefficient = torch.where(
         evidence.has_tail, evidence.q_tail * rule.tail(*tail).weight, 0.0

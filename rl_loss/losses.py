@@ -241,7 +241,7 @@ def _loss(
     tokens = read_tokens(inputs)
     evidence = read_evidence(inputs, tokens)
     table = MetricTable()
-    weight, kept = rule(tokens.log_p.detach(), tokens.log_q)
+    weight, kept = rule.weigh(tokens.log_p.detach(), tokens.log_q)
     token_metrics(table, tokens, kept)
     value = tokens.log_p.detach() if isinstance(rule, Reinforce) else weight
     objective = value + weight * score(tokens.log_p)

@@ -4,7 +4,7 @@ The operators take tensors and scalars alone, so that `torch.compile` sees them 
 the same functions are called without the dispatcher in between.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.autograd.function import once_differentiable
 from rl_loss.head_rows import HeadRows
 from rl_loss.logits import LogitTransform
 from rl_loss.support import Support
+
+# Programs that share the rows of the weight gradient, most of which are but written as 0.
+_WEIGHT_PROGRAMS = 4096
 
 
 class ReplayOptions(NamedTuple):
@@ -159,11 +162,12 @@ def _backward(
     max_width: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from rl_loss.kernels.gathered import GatheredRows, entry_grads
+    from rl_loss.kernels.gathered import GatheredRows
 
-    saved = GatheredRows(logprobs, support_logprobs, tails, entropies, valid, lse, state)
-    grad, rows = entry_grads(
-        saved,
+    d_hidden, d_weight, d_bias = replay_grads(
+        GatheredRows(logprobs, support_logprobs, tails, entropies, valid, lse, state),
+        hidden,
+        weight,
         labels,
         temperature if temperatures is None else temperatures,
         ids,
@@ -172,20 +176,7 @@ def _backward(
         max_width,
         softcap,
         scale,
-        d_logprobs,
-        d_support_logprobs,
-        d_tails,
-        d_entropy if entropy else None,
-    )
-    d_hidden, d_weight, d_bias = replay_grads(
-        grad,
-        rows,
-        hidden,
-        weight,
-        ids,
-        offsets,
-        state,
-        max_width,
+        (d_logprobs, d_support_logprobs, d_tails, d_entropy if entropy else None),
         (need_hidden, need_weight, need_bias),
     )
     return d_hidden, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
@@ -247,31 +238,19 @@ class KernelRows:
         into: list[Tensor | None],
     ) -> list[Tensor | None]:
         """The gradients of hidden, weight and bias, those of `into` added before the rounding."""
-        from rl_loss.kernels.gathered import entry_grads
-
-        width = rows.support.plan.max_width
-        over_support = upstreams if self.entropy else (*upstreams[:3], None)
         labels, temperature, _, ids, known, offsets, _ = self.rows
-        grad, places = entry_grads(
+        d_hidden, d_weight, d_bias = replay_grads(
             self.saved,
+            hidden,
+            weight,
             labels,
             temperature,
             ids,
             known,
             offsets,
-            width,
+            rows.support.plan.max_width,
             *self.transform,
-            *over_support,
-        )
-        d_hidden, d_weight, d_bias = replay_grads(
-            grad,
-            places,
-            hidden,
-            weight,
-            ids,
-            offsets,
-            self.saved.state,
-            width,
+            upstreams if self.entropy else (*upstreams[:3], None),
             (needs[0], needs[1], needs[2]),
             bases=(into[0], into[1]),
         )
@@ -285,24 +264,34 @@ class KernelRows:
 
 
 def replay_grads(
-    grad: Tensor,  # [nnz] of the raw products
-    rows: Tensor,  # [nnz] int32
+    saved: Any,  # kernels.gathered.GatheredRows
     hidden: Tensor,
     weight: Tensor,
+    labels: Tensor,
+    temperature: Tensor | float,
     ids: Tensor,
+    known: Tensor,
     offsets: Tensor,
-    state: Tensor,  # [N] uint8
     max_width: int,
+    softcap: float,
+    scale: float,
+    upstreams: tuple[Tensor | None, ...],
     need: tuple[bool, bool, bool],
     bases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias (the last in float64); empty where not needed.
 
-    `bases`, `[N, H]` and `[V, H]` in the accumulation dtype, are added before the rounding.
+    `bases`, `[N, H]` and `[V, H]` in the accumulation dtype, are added before the rounding. The
+    weight gradient is allocated last, when what its preparation needed is free again.
     """
-    from rl_loss.kernels.scattered import gathered_sums, weight_sums
+    from rl_loss.kernels.gathered import entry_grads
+    from rl_loss.kernels.hot_ids import hot_product, id_bounds, use_hot_ids, write_hot_rows
+    from rl_loss.kernels.scattered import entries_by_id, gathered_sums
 
-    none = grad.new_empty(0)
+    grad, rows = entry_grads(
+        saved, labels, temperature, ids, known, offsets, max_width, softcap, scale, *upstreams
+    )
+    none, state, v = grad.new_empty(0), saved.state, len(weight)
     d_hidden, d_weight, d_bias = none, none, none
     if need[0]:
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -317,14 +306,32 @@ def replay_grads(
             base=bases[0],
             flags=state,
         )
-    if need[1] or need[2]:
-        d_weight, ordered, bounds = weight_sums(
-            hidden, grad, rows, ids, len(weight), weight.dtype, state=state, base=bases[1]
+    if not (need[1] or need[2]):
+        return d_hidden, d_weight, d_bias
+    bounds, hot = id_bounds(ids, v), None
+    if need[1] and use_hot_ids(hidden, grad):
+        hot = hot_product(hidden, grad, rows, ids, bounds, state)
+    sorted_ids, grad, rows = entries_by_id(ids, grad, rows)
+    if need[1]:
+        d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        gathered_sums(
+            hidden,
+            grad,
+            rows,
+            bounds,
+            d_weight,
+            owners=sorted_ids,
+            max_entries=min(len(hidden), len(ids)),
+            base=bases[1],
+            slots=None if hot is None else hot.slots,
+            programs=_WEIGHT_PROGRAMS,
         )
+        if hot is not None:
+            write_hot_rows(hot, d_weight, bases[1])
     if need[2]:
         # Differences of one running sum, in float64: in a fixed order, as an atomic sum is not.
         running = torch.zeros(len(ids) + 1, dtype=torch.float64, device=ids.device)
-        torch.cumsum(ordered, 0, dtype=torch.float64, out=running[1:])
+        torch.cumsum(grad, 0, dtype=torch.float64, out=running[1:])
         d_bias = running[bounds.long()].diff()
     return d_hidden, d_weight, d_bias
 

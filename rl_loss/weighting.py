@@ -21,14 +21,14 @@ class Weights(NamedTuple):
     kept: Tensor  # bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ipo:
     """`w = min(r, max_importance_ratio)` if `|p - q| <= eps`, else 0."""
 
     eps: float
     max_importance_ratio: float
 
-    def __call__(self, log_p: Tensor, log_q: Tensor) -> Weights:
+    def weigh(self, log_p: Tensor, log_q: Tensor) -> Weights:
         kept = (log_p.exp() - log_q.exp()).abs() <= self.eps
         return Weights(torch.where(kept, self._ratio(log_p, log_q), 0.0), kept)
 
@@ -44,14 +44,14 @@ class Ipo:
         return (log_p - log_q).clamp(max=math.log(self.max_importance_ratio)).exp()
 
 
-@dataclass(frozen=True)
+@dataclass
 class IcePop:
     """`w = r` if `ratio_low <= r <= ratio_high`, else 0."""
 
     ratio_low: float
     ratio_high: float
 
-    def __call__(self, log_p: Tensor, log_q: Tensor) -> Weights:
+    def weigh(self, log_p: Tensor, log_q: Tensor) -> Weights:
         log_ratio = log_p - log_q
         low = math.log(self.ratio_low) if self.ratio_low > 0 else -math.inf
         kept = (log_ratio >= low) & (log_ratio <= math.log(self.ratio_high))
@@ -59,21 +59,21 @@ class IcePop:
 
     def tail(self, log_p: Tensor, log_q: Tensor) -> Weights:
         """Every token of a modelled tail has the ratio of the sums."""
-        return self(log_p, log_q)
+        return self.weigh(log_p, log_q)
 
     def inexact(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return torch.zeros_like(log_p, dtype=torch.bool)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reinforce:
     """`w = 1`."""
 
-    def __call__(self, log_p: Tensor, log_q: Tensor) -> Weights:
+    def weigh(self, log_p: Tensor, log_q: Tensor) -> Weights:
         return Weights(torch.ones_like(log_p), torch.ones_like(log_p, dtype=torch.bool))
 
     def tail(self, log_p: Tensor, log_q: Tensor) -> Weights:
-        return self(log_p, log_q)
+        return self.weigh(log_p, log_q)
 
     def inexact(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return torch.zeros_like(log_p, dtype=torch.bool)

@@ -75,9 +75,12 @@ def compare(batch, dtype, **options):
 
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.6}], ids=str)
-@pytest.mark.parametrize("entropy", [None, "support"])
-def test_replay_rows(dtype, options, entropy):
+@pytest.mark.parametrize(
+    ("entropy", "options"),
+    [(None, {}), ("support", {"softcap": 4.0, "logit_scale": 0.6})],
+    ids=str,
+)
+def test_replay_rows(dtype, entropy, options):
     batch = random_batch(11, 19, 37, kinds=(RowKind.REPLAY,), dtype=dtype, widths=(1, 2, 5, 36))
     compare(batch, dtype, entropy=entropy, **options)
 
@@ -132,25 +135,27 @@ def test_wide_rows_and_frequent_ids_take_the_narrow_blocks(monkeypatch):
             "heavy_shape": {"BLOCK_H": 16, "R": 4},
         },
     )
-    for widths in ((3, 40, 1, 7), (2,), (70,)):
-        batch = random_batch(12, 37, 90, kinds=(RowKind.REPLAY,), widths=widths)
+    for widths in ((3, 40, 1, 7), (9,)):
+        batch = random_batch(7, 21, 44, kinds=(RowKind.REPLAY,), widths=widths)
         compare(batch, torch.float64, entropy="support")
 
 
 @kernels
 def test_hot_ids_on_the_tensor_cores(monkeypatch):
     """The dense product of the most frequent ids, inactive rows holding NaN."""
-    import rl_loss.kernels.scattered as scattered
+    import rl_loss.kernels.hot_ids as hot_ids
+    import rl_loss.replay as replay
 
+    monkeypatch.setattr(hot_ids, "HOT", 16)
+    monkeypatch.setattr(replay, "_WEIGHT_PROGRAMS", 3)
     # The interpreter multiplies the bits of bfloat16 matrices as integers.
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     batch = on_device(random_batch(9, 20, 60, kinds=(RowKind.REPLAY,), dtype=dtype, widths=(25, 3)))
     batch.hidden[4] = torch.nan
     active = torch.arange(9) != 4
     grads = []
-    for hot in (16, 0):
-        defaults = {**scattered.weight_sums.__kwdefaults__, "hot": hot, "programs": 3}
-        monkeypatch.setattr(scattered.weight_sums, "__kwdefaults__", defaults)
+    for hot in (True, False):
+        monkeypatch.setattr(hot_ids, "use_hot_ids", lambda hidden, grad, hot=hot: hot)
         leaves = batch.leaves()
         out = head(leaves, "triton", active=active)
         weighted_sum([part.cpu() for part in outputs(out)]).backward()
@@ -171,7 +176,7 @@ def test_hidden_sizes_beyond_one_block(monkeypatch):
 
 
 @kernels
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("poison", [float("nan"), 1e30])
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("kinds", [(RowKind.REPLAY,), MIXED], ids=["replay", "mixed"])
 def test_inactive_rows_may_hold_anything(poison, where, kinds):

@@ -7,6 +7,8 @@ so that the product keeps float32's digits. Nothing is read back to the host: an
 count reaches a bound that a histogram of counts gives.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -150,50 +152,65 @@ def _add_up_kernel(
     tl.store(out + o * so + columns, total, mask=inside)
 
 
+class HotIds(NamedTuple):
+    """The hot ids of a batch and their part of the weight gradient."""
+
+    slots: Tensor  # [V] int32, -1 where an id is not hot
+    ids: Tensor  # [HOT] int64, -1 where a slot is not used
+    parts: Tensor  # [SPLITS, HOT, H] float32
+
+
 def id_bounds(ids: Tensor, vocab_size: int) -> Tensor:
-    """Where each id's run begins once the entries are sorted by id, `[V + 1]` int32 (int64
-    beyond 2**31 entries)."""
-    wide = len(ids) >= 2**31
+    """Where each id's run begins once the entries are sorted by id, `[V + 1]`: int32, or int64
+    from 2**31 entries on."""
     counts = torch.zeros(vocab_size + 1, dtype=torch.int32, device=ids.device)
     if len(ids):
         _count_kernel[(triton.cdiv(len(ids), 1024),)](
             ids, counts[1:], len(ids), vocab_size, BLOCK=1024
         )
-    return counts.cumsum(0, dtype=torch.int64 if wide else torch.int32)
+    return counts.cumsum(0, dtype=torch.int32 if len(ids) < 2**31 else torch.int64)
 
 
-def hot_sums(
-    out: Tensor,  # [V, H]
-    base: Tensor | None,  # [V, H], added before the rounding
+def use_hot_ids(hidden: Tensor, grad: Tensor) -> bool:
+    """Whether the dense product pays: bfloat16 states, and more entries than launches cost."""
+    low = hidden.dtype == torch.bfloat16 and grad.dtype == torch.float32
+    return low and len(grad) >= 2**18
+
+
+def hot_product(
     hidden: Tensor,  # [N, H]
     grad: Tensor,  # [nnz]
     rows: Tensor,  # [nnz] int32
     ids: Tensor,  # [nnz] int32
     bounds: Tensor,  # [V + 1]
     state: Tensor,  # [N] uint8
-    hot: int,
-) -> Tensor:
-    """Writes the hot rows of `out`; gives each id's slot, `[V]` int32, -1 for all others."""
-    (n, h), v, nnz = hidden.shape, len(out), len(ids)
+) -> HotIds:
+    """Finds the hot ids and computes their rows of the weight gradient."""
+    (n, h), v, nnz = hidden.shape, len(bounds) - 1, len(ids)
     bins = torch.zeros(_BINS + 1, dtype=torch.int32, device=ids.device)
     slots = torch.empty(v, dtype=torch.int32, device=ids.device)
-    hot_ids = torch.full((hot,), -1, dtype=torch.int64, device=ids.device)
+    hot_ids = torch.full((HOT,), -1, dtype=torch.int64, device=ids.device)
     grid = (triton.cdiv(v, 1024),)
     _histogram_kernel[grid](bounds, bins, v, BLOCK=1024, BINS=_BINS)
-    _slots_kernel[grid](bounds, bins, slots, hot_ids, v, HOT=hot, BLOCK=1024, BINS=_BINS)
-    matrix = torch.zeros(n, 2, hot, dtype=hidden.dtype, device=ids.device)
+    _slots_kernel[grid](bounds, bins, slots, hot_ids, v, HOT=HOT, BLOCK=1024, BINS=_BINS)
+    matrix = torch.zeros(n, 2, HOT, dtype=hidden.dtype, device=ids.device)
     _lay_out_kernel[(triton.cdiv(nnz, 1024),)](
-        grad, rows, ids, slots, matrix, nnz, v, HOT=hot, BLOCK=1024
+        grad, rows, ids, slots, matrix, nnz, v, HOT=HOT, BLOCK=1024
     )
-    parts = torch.empty(_SPLITS, hot, h, dtype=torch.float32, device=ids.device)
-    block = min(64, hot)
-    _product_kernel[(hot // block, triton.cdiv(h, 128), _SPLITS)](
+    parts = torch.empty(_SPLITS, HOT, h, dtype=torch.float32, device=ids.device)
+    block = min(64, HOT)
+    _product_kernel[(HOT // block, triton.cdiv(h, 128), _SPLITS)](
         hidden, matrix, hot_ids, state, parts, n, h, *hidden.stride(),
         triton.cdiv(triton.cdiv(n, _SPLITS), 64) * 64,
-        HOT=hot, BLOCK_M=block, BLOCK_H=128, BLOCK_N=64, num_warps=4, num_stages=3,
+        HOT=HOT, BLOCK_M=block, BLOCK_H=128, BLOCK_N=64, num_warps=4, num_stages=3,
     )  # fmt: skip
-    _add_up_kernel[(hot, triton.cdiv(h, 1024))](
-        out, base, parts, hot_ids, h, out.stride(0),
-        HAS_BASE=base is not None, SPLITS=_SPLITS, HOT=hot, BLOCK_H=1024,
+    return HotIds(slots, hot_ids, parts)
+
+
+def write_hot_rows(hot: HotIds, out: Tensor, base: Tensor | None) -> None:
+    """Adds up the parts, and `base` `[V, H]`, into the hot rows of `out` `[V, H]`."""
+    h = out.shape[1]
+    _add_up_kernel[(len(hot.ids), triton.cdiv(h, 1024))](
+        out, base, hot.parts, hot.ids, h, out.stride(0),
+        HAS_BASE=base is not None, SPLITS=_SPLITS, HOT=len(hot.ids), BLOCK_H=1024,
     )  # fmt: skip
-    return slots

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernels.hot_ids import HOT, hot_sums, id_bounds
-
 # Output rows of more entries go to narrow blocks of columns, many programs a row.
 HEAVY = 1024
 
@@ -170,13 +168,13 @@ def gathered_sums(
     flag |= {"HAS_SLOTS": slots is not None, "HEAVY": heavy, "ACC": acc}
     if m:
         block = min(max(triton.next_power_of_2(h), 16), 1024)
-        shape = {"BLOCK_H": block, "R": 2, "num_warps": 2, **(light_shape or {})}
+        shape = {"BLOCK_H": block, "R": 1, "num_warps": 4, **(light_shape or {})}
         _light_kernel[(min(m, programs or m), triton.cdiv(h, shape["BLOCK_H"]))](
             out, base, dense, grad, index, offsets, flags, slots, m,
             h, out.stride(0), *dense.stride(), **flag, **shape,
         )  # fmt: skip
     if max_entries > heavy and len(grad):
-        shape = {"BLOCK_H": 64, "R": 64, "num_warps": 4, **(heavy_shape or {})}
+        shape = {"BLOCK_H": 32, "R": 128, "num_warps": 4, **(heavy_shape or {})}
         grid = triton.cdiv(len(grad), heavy), triton.cdiv(h, shape["BLOCK_H"])
         _heavy_kernel[grid](
             out, base, dense, grad, index, offsets, owners, flags, slots,
@@ -184,50 +182,16 @@ def gathered_sums(
         )  # fmt: skip
 
 
-def weight_sums(
-    hidden: Tensor,  # [N, H]
+def entries_by_id(
+    ids: Tensor,  # [nnz] int32
     grad: Tensor,  # [nnz]
     rows: Tensor,  # [nnz] int32
-    ids: Tensor,  # [nnz] int32
-    vocab_size: int,
-    dtype: torch.dtype,
-    *,
-    state: Tensor,  # [N] uint8
-    base: Tensor | None = None,
-    hot: int | None = None,
-    programs: int = 132 * 32,
-    **shapes: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight gradient `[V, H]`, and the list behind it: gradients by id, and its bounds.
-
-    `hot` is the most ids that go to the tensor cores (`rl_loss.kernels.hot_ids`).
-    """
-    n, nnz = len(hidden), len(ids)
-    out = hidden.new_empty(vocab_size, hidden.shape[1], dtype=dtype)
-    bounds = id_bounds(ids, vocab_size)
-    if hot is None:
-        low = hidden.dtype == torch.bfloat16 and grad.dtype == torch.float32
-        hot = HOT if low and nnz >= 2**16 else 0
-    slots = None
-    if hot:
-        slots = hot_sums(out, base, hidden, grad, rows, ids, bounds, state, hot)
+    """The ids, gradients and rows of all entries in a stable order by id."""
     sorted_ids, order = ids.sort(stable=True)
     sorted_grad, sorted_rows = torch.empty_like(grad), torch.empty_like(rows)
-    if nnz:
-        _in_order_kernel[(triton.cdiv(nnz, 1024),)](
-            order, grad, rows, sorted_grad, sorted_rows, nnz, BLOCK=1024
+    if len(ids):
+        _in_order_kernel[(triton.cdiv(len(ids), 1024),)](
+            order, grad, rows, sorted_grad, sorted_rows, len(ids), BLOCK=1024
         )
-    gathered_sums(
-        hidden,
-        sorted_grad,
-        sorted_rows,
-        bounds,
-        out,
-        owners=sorted_ids,
-        max_entries=min(n, nnz),
-        base=base,
-        slots=slots,
-        programs=programs,
-        **shapes,
-    )
-    return out, sorted_grad, bounds
+    return sorted_ids, sorted_grad, sorted_rows
