@@ -1,8 +1,8 @@
-"""Microbenchmark of the LM head on replayed rows: `python -m benchmarks.lm_head`.
+"""Microbenchmark of the LM head: `python -m benchmarks.lm_head [--preset h200]`.
 
-Each way computes the log-probability of every label and of every support entry over the row's
-support, and the gradients of hidden and weight for one upstream a value (what a policy loss with
-score centering sends back). Errors are against float64 of the same inputs.
+Each way computes the log-probability of every label (on replayed rows over the row's support, and
+that of every support entry) and the gradients of hidden and weight for one upstream a value: what
+a policy loss with score centering sends back. Errors are against float64 of the same inputs.
 """
 
 import argparse
@@ -16,89 +16,180 @@ from benchmarks.measure import (
     Row,
     environment,
     extra_mib,
+    gpu_milliseconds,
     middle,
     milliseconds,
     relative_error,
     write,
 )
 from benchmarks.peers import PEERS, Peer
-from benchmarks.workloads import Workload, data_folder, real_like, real_rows, zipf_rows
+from benchmarks.workloads import (
+    Workload,
+    chat_like,
+    data_folder,
+    fixed,
+    forced_length,
+    full_vocabulary,
+    real_like,
+    real_rows,
+)
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "real-like": real_like,
+    "k8": lambda: fixed(8),
+    "k20": lambda: fixed(20),
+    "k128": lambda: fixed(128),
+    "k512": lambda: fixed(512),
+    "chat": chat_like,
+    "forced": forced_length,
+    "full": full_vocabulary,
+}
+H200 = ["k8", "k20", "k128", "k512", "chat", "forced", "full"]
 
 
-def presets() -> dict[str, Callable[[], Workload]]:
+def workloads() -> dict[str, Callable[[], Workload]]:
     folder = data_folder()
-    made = {
-        "real-like": real_like,
-        "k20": lambda: zipf_rows("k20", torch.full((2048,), 20), 576, 49152),
-    }
-    if folder is not None:
-        made = {"real": lambda: real_rows(folder)[0], **made}
-    return made
+    if folder is None:
+        return WORKLOADS
+    return {"real": lambda: real_rows(folder)[0], **WORKLOADS}
 
 
-def exact_gradients(work: Workload) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the labels and both gradients, in float64, a block of rows at a time."""
-    hidden, weight = work.hidden.double(), work.weight.double()
-    offsets, ids = work.support.offsets.tolist(), work.support.ids.long()
-    logprobs = hidden.new_empty(len(hidden))
-    d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-    for i in range(len(hidden)):
-        span = slice(offsets[i], offsets[i + 1])
-        kept = weight[ids[span]]
-        logp = (kept @ hidden[i]).log_softmax(0)
-        label = ids[span] == work.labels[i]
-        logprobs[i] = logp[label].sum()
-        upstream = work.d_support_logprobs[span] + label * work.d_logprobs[i].double()
-        grad = upstream - logp.exp() * upstream.sum()
-        d_hidden[i] = grad @ kept
-        d_weight.index_add_(0, ids[span], grad[:, None] * hidden[i])
-    return logprobs, d_hidden, d_weight
+def exact(work: Workload, block: int = 2**15) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Log-probabilities of the labels and both gradients of replayed rows, in float64.
+
+    A block of entries at a time; None where rows are over the vocabulary.
+    """
+    if not work.support.nnz:
+        return None
+    rows, ids, n = work.support.entry_rows, work.support.ids.long(), len(work.labels)
+    spans = [slice(at, at + block) for at in range(0, len(ids), block)]
+    hidden, weight = work.hidden.detach(), work.weight.detach()
+    z = torch.cat([(hidden[rows[s]].double() * weight[ids[s]].double()).sum(-1) for s in spans])
+    zeros = torch.zeros(n, dtype=torch.float64, device=z.device)
+    top = torch.full_like(zeros, -torch.inf).scatter_reduce(0, rows, z, "amax")
+    logp = z - top[rows]
+    logp -= zeros.index_add(0, rows, logp.exp()).log()[rows]
+    label = ids == work.labels[rows]
+    upstream = work.d_support_logprobs + label * work.d_logprobs[rows].double()
+    grad = upstream - logp.exp() * zeros.index_add(0, rows, upstream)[rows]
+    d_hidden = torch.zeros_like(hidden, dtype=torch.float64)
+    d_weight = torch.zeros_like(weight, dtype=torch.float64)
+    for s in spans:
+        d_hidden.index_add_(0, rows[s], grad[s, None] * weight[ids[s]].double())
+        d_weight.index_add_(0, ids[s], grad[s, None] * hidden[rows[s]].double())
+    return zeros.index_add(0, rows, torch.where(label, logp, 0.0)), d_hidden, d_weight
 
 
-def measure(name: str, peer: Peer, work: Workload, exact, repeats: int) -> Row:
-    work.hidden.requires_grad_()
-    work.weight.requires_grad_()
-    upstream = [work.d_logprobs, work.d_support_logprobs]
+def exact_labels(work: Workload) -> Tensor:
+    """Log-probabilities over the vocabulary of the first 512 labels, in float64."""
+    z = work.hidden[:512].detach().double() @ work.weight.detach().double().T
+    return z.log_softmax(-1).gather(1, work.labels[:512, None])[:, 0]
+
+
+def measure(name: str, peer: Peer, work: Workload, truth, repeats: int) -> Row:
+    if not peer.available:
+        return Row(name, f"unavailable: no {peer.package}")
+    if peer.float32:
+        work = work.to(str(work.hidden.device), torch.float32)
+    work.hidden = work.hidden.detach().requires_grad_()
+    work.weight = work.weight.detach().requires_grad_()
+    upstreams = [work.d_logprobs, work.d_support_logprobs]
 
     def forward() -> None:
         with torch.no_grad():
-            peer(work)
+            peer.way(work)
 
     def both() -> None:
         work.hidden.grad = work.weight.grad = None
-        torch.autograd.backward(peer(work), upstream)
+        outputs = peer.way(work)
+        if outputs[0].dim() == 0:
+            outputs[0].backward()
+        else:
+            torch.autograd.backward(outputs, upstreams[: len(outputs)])
 
-    memory = extra_mib(both)
-    gradients = (work.hidden.grad, work.weight.grad)
-    error = float((peer(work)[0].detach().double() - exact[0]).abs().max())
-    errors = [relative_error(got, want) for got, want in zip(gradients, exact[1:], strict=True)]
+    try:
+        both()  # compiles
+        work.hidden.grad = work.weight.grad = None
+        sizes = sum(t.numel() * t.element_size() for t in (work.hidden, work.weight))
+        row = Row(name, extra_mib=extra_mib(both, sizes))
+        gradients = work.hidden.grad, work.weight.grad
+        logprobs = peer.way(work)[0].detach()
+        if logprobs.dim():
+            wanted = truth[0] if work.support.nnz else truth
+            row.logprob_error = float((logprobs[: len(wanted)].double() - wanted).abs().max())
+            if work.support.nnz:
+                pairs = zip(gradients, truth[1:], strict=True)
+                row.gradient_error = max(relative_error(got, want) for got, want in pairs)
+        del gradients, logprobs
+        row.forward_ms = middle(milliseconds(forward, repeats))[0]
+        row.both_ms, row.both_min_ms, row.both_max_ms = middle(milliseconds(both, repeats))
+        if work.hidden.is_cuda:
+            row.gpu_ms, row.launches = gpu_milliseconds(both)
+    except torch.OutOfMemoryError:
+        row = Row(name, "out of memory")
+    except Exception as error:  # a peer's own limit is a result, not the end of the table
+        row = Row(name, f"failed: {type(error).__name__}: {error}"[:90])
     work.hidden.grad = work.weight.grad = None
-    forward_ms = middle(milliseconds(forward, repeats))[0]
-    return Row(name, forward_ms, *middle(milliseconds(both, repeats)), memory, error, max(errors))
+    return row
 
 
-def show(title: str, rows: list[Row]) -> None:
+def run(key: str, work: Workload, dtype: str, peers: list[str], repeats: int) -> dict:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    work = work.to(device, getattr(torch, dtype))
+    replay = work.support.nnz > 0
+    truth = exact(work) if replay else exact_labels(work)
+    rows = []
+    for name in peers:
+        peer = PEERS[name]
+        if not (peer.replay if replay else peer.full):
+            continue
+        if device == "cuda" and name == "full log_softmax":
+            continue  # 10 GB of logits and as many again: chunked torch stands for it
+        rows.append(measure(name, peer, work, truth, repeats))
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    first = rows[0]
+    for row in rows:
+        times = (row.gpu_ms, first.gpu_ms) if device == "cuda" else (row.both_ms, first.both_ms)
+        row.ratio = (times[0] or 0.0) / times[1] if times[1] else 0.0
+    return {"shape": work.shape, "dtype": dtype, "rows": rows}
+
+
+def show(key: str, table: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for column in ("way", "forward ms", "both ms", "min", "max", "extra MiB", "logprob err"):
-        table.add_column(column, justify="left" if column == "way" else "right")
-    table.add_column("grad err", justify="right")
-    table.add_column("x ours", justify="right")
-    for row in rows:
-        table.add_row(
+    facts = ", ".join(f"{name} {value}" for name, value in environment().items())
+    printed = Table(
+        title=f"{key}: {table['shape']}, {table['dtype']}\n{facts}", title_justify="left"
+    )
+    printed.add_column("way")
+    for column in ("gpu ms", "launches", "wall ms", "min", "max", "forward", "extra MiB"):
+        printed.add_column(column, justify="right")
+    for column in ("logprob err", "grad err", "x ours"):
+        printed.add_column(column, justify="right")
+
+    def text(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    for row in table["rows"]:
+        if row.note:
+            printed.add_row(row.name, row.note)
+            continue
+        printed.add_row(
             row.name,
-            f"{row.forward_ms:.1f}",
-            f"{row.both_ms:.1f}",
-            f"{row.both_min_ms:.1f}",
-            f"{row.both_max_ms:.1f}",
+            text(row.gpu_ms, ".2f"),
+            text(row.launches, "d"),
+            f"{row.both_ms:.2f}",
+            f"{row.both_min_ms:.2f}",
+            f"{row.both_max_ms:.2f}",
+            f"{row.forward_ms:.2f}",
             f"{row.extra_mib:.0f}",
-            f"{row.logprob_error:.1e}",
-            f"{row.gradient_error:.1e}",
+            text(row.logprob_error, ".1e"),
+            text(row.gradient_error, ".1e"),
             f"{row.ratio:.1f}",
         )
-    Console(width=110).print(table)
+    Console(width=150).print(printed)
 
 
 def draw(name: str, tables: dict[str, dict]) -> None:
@@ -107,46 +198,54 @@ def draw(name: str, tables: dict[str, dict]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(tables), figsize=(5.2 * len(tables), 3.2), squeeze=False)
-    for axis, (work, table) in zip(axes[0], tables.items(), strict=True):
-        rows = table["rows"][::-1]
-        bars = axis.barh([row.name for row in rows], [row.both_ms for row in rows], color="#4878a8")
-        axis.bar_label(bars, [f"{row.both_ms:.0f} ms" for row in rows], padding=3, fontsize=8)
+    width = min(len(tables), 4)
+    height = -(-len(tables) // width)
+    figure, axes = plt.subplots(height, width, figsize=(5.4 * width, 3.0 * height), squeeze=False)
+    for axis in axes.flat[len(tables) :]:
+        axis.set_axis_off()
+    for axis, (work, table) in zip(axes.flat, tables.items(), strict=False):
+        rows = [row for row in table["rows"][::-1] if not row.note]
+        times = [row.gpu_ms or row.both_ms for row in rows]
+        colors = ["#c8553d" if row.name.startswith("rl_loss") else "#4878a8" for row in rows]
+        bars = axis.barh([row.name for row in rows], times, color=colors)
+        axis.bar_label(bars, [f"{t:.3g} ms" for t in times], padding=3, fontsize=8)
         axis.set_xscale("log")
-        axis.set_xlim(right=max(row.both_ms for row in rows) * 4)
-        axis.set_title(work, fontsize=10)
-        axis.set_xlabel("forward and backward, ms (log scale)")
+        axis.set_xlim(right=max(times) * 5)
+        axis.set_title(f"{work}: {table['shape']}, {table['dtype']}", fontsize=7)
+        axis.tick_params(labelsize=8)
     facts = environment()
-    figure.suptitle(f"{facts['device']}, torch {facts['torch']}, {facts['date']}", fontsize=9)
+    what = "kernel" if torch.cuda.is_available() else "wall"
+    figure.suptitle(
+        f"forward and backward, {what} time, log scale; {facts['device']}, torch {facts['torch']}, "
+        f"{facts['date']}",
+        fontsize=9,
+    )
     figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=130)
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
 
 
 def main() -> None:
-    available = presets()
+    known = workloads()
+    default = [next(iter(known))]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", nargs="*", choices=available, default=list(available)[:1])
+    parser.add_argument("--preset", nargs="*", choices=[*known, "h200"], default=default)
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"))
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.json and NAME.png")
     options = parser.parse_args()
     if data_folder() is None:
         print("The real supports are not here (set RL_LOSS_DATA); running synthetic ones.")
-    title = ", ".join(f"{key} {value}" for key, value in environment().items())
+    dtype = options.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     tables = {}
-    for preset in options.preset:
-        work = available[preset]().to("cpu", getattr(torch, options.dtype))
-        exact, rows = exact_gradients(work), []
-        for name in options.peers:
-            rows.append(measure(name, PEERS[name], work, exact, options.repeats))
-        for row in rows:
-            row.ratio = row.both_ms / rows[0].both_ms
-        tables[preset] = {"shape": work.shape, "dtype": options.dtype, "rows": rows}
-        show(f"{preset}: {work.shape}, {options.dtype}\n{title}", rows)
+    for key in [k for name in options.preset for k in (H200 if name == "h200" else [name])]:
+        tables[key] = run(key, known[key](), dtype, options.peers, options.repeats)
+        show(key, tables[key])
+        if options.save:
+            write(options.save, tables)
     if options.save:
-        print(f"written: {write(options.save, title, tables).name}")
         draw(options.save, tables)
+        print(f"written: results/{options.save}.json and .png")
 
 
 if __name__ == "__main__":

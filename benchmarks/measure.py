@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
@@ -18,46 +19,65 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Row:
-    """One way on one workload; times in milliseconds, memory in MiB."""
+    """One way on one workload; times in milliseconds (wall: median, least, most), memory in MiB."""
 
     name: str
-    forward_ms: float
-    both_ms: float
-    both_min_ms: float
-    both_max_ms: float
-    extra_mib: float
-    logprob_error: float
-    gradient_error: float
+    note: str = ""  # why there are no numbers
+    forward_ms: float = 0.0
+    both_ms: float = 0.0
+    both_min_ms: float = 0.0
+    both_max_ms: float = 0.0
+    gpu_ms: float | None = None  # the sum of the kernels' own times, forward and backward
+    launches: int | None = None
+    extra_mib: float = 0.0  # beyond inputs and their gradients, outputs included
+    logprob_error: float | None = None
+    gradient_error: float | None = None
     ratio: float = 1.0
 
 
-def milliseconds(function: Callable[[], object], repeats: int, warm_up: int = 1) -> list[float]:
+def milliseconds(function: Callable[[], object], repeats: int, warm_up: int = 2) -> list[float]:
     """Wall time of each call, the device's work included."""
     for _ in range(warm_up):
         function()
     times = []
     for _ in range(repeats):
-        _synchronize()
+        synchronize()
         start = time.perf_counter()
         function()
-        _synchronize()
+        synchronize()
         times.append(1e3 * (time.perf_counter() - start))
     return times
 
 
-def extra_mib(function: Callable[[], object]) -> float:
-    """The most memory that a call holds beyond what was held before it."""
+def middle(times: list[float]) -> tuple[float, float, float]:
+    """Median, least and most."""
+    return median(times), min(times), max(times)
+
+
+def gpu_milliseconds(function: Callable[[], object]) -> tuple[float, int]:
+    """The kernels' own times of one call, summed, and how many were launched."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as run:
+        function()
+        synchronize()
+    kernels = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.device_time_total for e in kernels) / 1e3, len(kernels)
+
+
+def extra_mib(function: Callable[[], object], gradients: int) -> float:
+    """The most memory that a call holds beyond what was held before and its gradients' bytes."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         function()
         torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return (torch.cuda.max_memory_allocated() - before - gradients) / 2**20
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident set
     before = _status("VmRSS")
     function()
-    return (_status("VmHWM") - before) / 2**10
+    return (_status("VmHWM") - before - gradients / 2**10) / 2**10
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:
@@ -65,7 +85,7 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
-def write(name: str, title: str, tables: dict[str, dict]) -> Path:
+def write(name: str, tables: dict[str, dict]) -> Path:
     """Writes `results/<name>.json` with everything that a number depends on."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
@@ -73,28 +93,37 @@ def write(name: str, title: str, tables: dict[str, dict]) -> Path:
         work: {**table, "rows": [asdict(row) for row in table["rows"]]}
         for work, table in tables.items()
     }
-    path.write_text(
-        json.dumps({"title": title, **environment(), "tables": tables}, indent=1) + "\n"
-    )
+    path.write_text(json.dumps({**environment(), "tables": tables}, indent=1) + "\n")
     return path
 
 
 def environment() -> dict[str, str]:
     """Device, versions, commit and date."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    threads = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {
-        "device": gpu or threads,
+    facts = {
+        "device": gpu or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
-        "date": date.today().isoformat(),
     }
+    for package in ("triton", "liger-kernel", "cut-cross-entropy"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {**facts, "commit": _commit(), "date": date.today().isoformat()}
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
@@ -103,13 +132,3 @@ def _status(field: str) -> int:
         if line.startswith(field):
             return int(line.split()[1])
     raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def middle(times: list[float]) -> tuple[float, float, float]:
-    """Median, least and most."""
-    return median(times), min(times), max(times)

@@ -1,36 +1,127 @@
-"""Ways to get the log-probabilities of replayed rows; each is an algorithm in our own words."""
+"""Ways to get the log-probabilities of rows; each an algorithm in our own words, or a package."""
 
+import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import Workload
-from rl_loss import fused_lm_head
+from rl_loss import LossInputs, fused_lm_head, icepop_loss
 
-# A peer maps a workload whose hidden and weight are leaves to (logprobs [N], of entries [nnz]).
-Peer = Callable[[Workload], tuple[Tensor, Tensor]]
+# Maps a workload whose hidden and weight are leaves to its outputs, in the order of
+# `upstreams`: log-probabilities of the labels [N], then of the support entries [nnz].
+Way = Callable[[Workload], tuple[Tensor, ...]]
 
 
-def ours(work: Workload) -> tuple[Tensor, Tensor]:
-    """This package."""
+@dataclass(frozen=True)
+class Peer:
+    """A way, what rows it can compute, and the package that it needs."""
+
+    way: Way
+    replay: bool = True
+    full: bool = False
+    package: str | None = None
+    float32: bool = False  # computes in float32 alone
+
+    @property
+    def available(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+def ours(work: Workload) -> tuple[Tensor, ...]:
     out = fused_lm_head(work.hidden, work.weight, work.labels, work.support)
-    return out.logprobs, out.support_logprobs
+    return _some(work, out.logprobs, out.support_logprobs)
 
 
-def full_log_softmax(work: Workload) -> tuple[Tensor, Tensor]:
-    """All logits at once, log_softmax over the vocabulary, then normalised over the support."""
+def _some(work: Workload, logprobs: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
+    return (logprobs, entries) if work.support.nnz else (logprobs,)
+
+
+def with_loss(centering: bool) -> Way:
+    """Our head and icepop: one scalar, of which every token has its share."""
+
+    def way(work: Workload) -> tuple[Tensor, ...]:
+        out = fused_lm_head(work.hidden, work.weight, work.labels, work.support)
+        inputs = LossInputs.from_head(
+            out,
+            work.support,
+            inference_logprobs=out.logprobs.detach() - 0.01,
+            advantages=-work.d_logprobs,
+        )
+        return (icepop_loss(inputs, score_centering=centering).loss,)
+
+    return way
+
+
+def full_log_softmax(work: Workload) -> tuple[Tensor, ...]:
+    """All logits at once, log_softmax over the vocabulary, then over the support."""
     logprobs = (work.hidden @ work.weight.T).float().log_softmax(-1)
+    if not work.support.nnz:
+        return (logprobs.gather(1, work.labels[:, None])[:, 0],)
     return _replayed(work, logprobs[work.support.entry_rows, work.support.ids.long()])
 
 
-def csr_pairs(work: Workload) -> tuple[Tensor, Tensor]:
-    """Eager gathers of both rows of every (token, id) pair: nnz x H in memory, twice."""
+def chunked_torch(work: Workload) -> tuple[Tensor, ...]:
+    """As `full_log_softmax`, 1024 rows at a time, each chunk computed again in the backward."""
+
+    def chunk(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return (hidden @ weight.T).float().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+
+    parts = [
+        checkpoint(chunk, hidden, work.weight, labels, use_reentrant=False)
+        for hidden, labels in zip(work.hidden.split(1024), work.labels.split(1024), strict=True)
+    ]
+    return (torch.cat(parts),)
+
+
+def csr_pairs(work: Workload) -> tuple[Tensor, ...]:
+    """Eager gathers of both rows of every (token, id) pair: nnz x H in memory, several times."""
     rows, ids = work.support.entry_rows, work.support.ids.long()
-    logits = (work.hidden.index_select(0, rows) * work.weight.index_select(0, ids)).sum(
-        -1, dtype=torch.float32
+    products = work.hidden.index_select(0, rows) * work.weight.index_select(0, ids)
+    return _replayed(work, products.sum(-1, dtype=torch.float32))
+
+
+def cusparse(work: Workload) -> tuple[Tensor, ...]:
+    """torch.sparse: a sampled product forward, CSR times dense backward."""
+    rows, ids = work.support.entry_rows, work.support.ids
+    return _replayed(work, _SampledProduct.apply(work.hidden, work.weight, rows, ids))
+
+
+def padded_dense_replay(work: Workload) -> tuple[Tensor, ...]:
+    """Ids padded to one width; logits over the vocabulary, 8192 ids at a time."""
+    ids = work.support.to_padded()[0].long()
+    logits = _PaddedDense.apply(work.hidden, work.weight, ids)
+    logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    label = ids == work.labels[:, None]
+    held = ids >= 0
+    return torch.where(label, logprobs, 0.0).sum(-1), logprobs[held]
+
+
+def liger(reduction: str) -> Way:
+    """liger-kernel's fused linear cross entropy over the vocabulary."""
+
+    def way(work: Workload) -> tuple[Tensor, ...]:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        loss = liger_fused_linear_cross_entropy(
+            work.hidden, work.weight, work.labels, reduction=reduction
+        )
+        return (-loss.float(),)
+
+    return way
+
+
+def cut_cross_entropy(work: Workload) -> tuple[Tensor, ...]:
+    """Apple's cut cross entropy, its gradient filter off."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    loss = linear_cross_entropy(
+        work.hidden, work.weight, work.labels, reduction="none", filter_eps=None
     )
-    return _replayed(work, logits)
+    return (-loss.float(),)
 
 
 def _replayed(work: Workload, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,8 +136,73 @@ def _replayed(work: Workload, logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(total).index_add(0, rows, torch.where(label, logprobs, 0.0)), logprobs
 
 
+class _SampledProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, rows, ids):
+        ctx.save_for_backward(hidden, weight, rows, ids)
+        pattern = _csr(rows, ids, hidden.new_zeros(len(ids)), (len(hidden), len(weight)))
+        return torch.sparse.sampled_addmm(pattern, hidden, weight.T, beta=0.0).values()
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, rows, ids = ctx.saved_tensors
+        sorted_ids, order = ids.sort(stable=True)
+        shape = len(hidden), len(weight)
+        d_hidden = _csr(rows, ids, grad, shape) @ weight
+        d_weight = _csr(sorted_ids, rows[order], grad[order], shape[::-1]) @ hidden
+        return d_hidden, d_weight, None, None
+
+
+def _csr(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    bounds = torch.zeros(shape[0] + 1, dtype=torch.int32, device=rows.device)
+    bounds[1:] = torch.bincount(rows, minlength=shape[0]).cumsum(0)
+    return torch.sparse_csr_tensor(bounds, columns.int(), values, shape, check_invariants=False)
+
+
+class _PaddedDense(torch.autograd.Function):
+    BLOCK = 8192
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids):
+        ctx.save_for_backward(hidden, weight, ids)
+        out = torch.full(ids.shape, -torch.inf, device=ids.device)
+        for start in range(0, len(weight), _PaddedDense.BLOCK):
+            logits = (hidden @ weight[start : start + _PaddedDense.BLOCK].T).float()
+            local = ids - start
+            inside = (local >= 0) & (local < logits.shape[1])
+            picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1))
+            out = torch.where(inside, picked, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, ids = ctx.saved_tensors
+        d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        d_weight = torch.empty_like(weight)
+        for start in range(0, len(weight), _PaddedDense.BLOCK):
+            block = weight[start : start + _PaddedDense.BLOCK]
+            local = ids - start
+            inside = (local >= 0) & (local < len(block))
+            dz = torch.zeros(len(hidden), len(block), device=hidden.device)
+            dz.scatter_add_(1, local.clamp(0, len(block) - 1), torch.where(inside, grad, 0.0))
+            dz = dz.to(hidden.dtype)
+            d_hidden += dz @ block
+            d_weight[start : start + _PaddedDense.BLOCK] = dz.T @ hidden
+        return d_hidden.to(hidden.dtype), d_weight, None
+
+
 PEERS: dict[str, Peer] = {
-    "rl_loss": ours,
-    "full log_softmax": full_log_softmax,
-    "eager CSR pairs": csr_pairs,
+    "rl_loss": Peer(ours, full=True),
+    "rl_loss + icepop, centered": Peer(with_loss(True)),
+    "rl_loss + icepop, plain": Peer(with_loss(False)),
+    "torch.sparse": Peer(cusparse, float32=True),
+    "eager CSR pairs": Peer(csr_pairs),
+    "padded dense replay": Peer(padded_dense_replay),
+    "full log_softmax": Peer(full_log_softmax, full=True),
+    "chunked torch": Peer(chunked_torch, replay=False, full=True),
+    "Liger, none": Peer(liger("none"), replay=False, full=True, package="liger_kernel"),
+    "Liger, mean": Peer(liger("mean"), replay=False, full=True, package="liger_kernel"),
+    "CCE, unfiltered": Peer(
+        cut_cross_entropy, replay=False, full=True, package="cut_cross_entropy"
+    ),
 }

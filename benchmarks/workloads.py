@@ -16,7 +16,7 @@ LOGIT_STD = 4.0
 
 @dataclass
 class Workload:
-    """REPLAY rows, with an upstream gradient for every label and every support entry."""
+    """Rows of one kind, with an upstream gradient for every label and every support entry."""
 
     name: str
     hidden: Tensor  # [N, H]
@@ -30,10 +30,11 @@ class Workload:
     def shape(self) -> str:
         n, h = self.hidden.shape
         widths = self.support.host.offsets.diff()
-        return (
-            f"N {n}, H {h}, V {len(self.weight)}, nnz {self.support.nnz}, width mean "
-            f"{widths.double().mean():.1f}, max {int(widths.max())}"
-        )
+        shape = f"N {n}, H {h}, V {len(self.weight)}"
+        if self.support.nnz == 0:
+            return f"{shape}, no supports"
+        mean, top = widths.double().mean(), int(widths.max())
+        return f"{shape}, nnz {self.support.nnz}, width mean {mean:.1f}, max {top}"
 
     def to(self, device: str, dtype: torch.dtype) -> "Workload":
         return Workload(
@@ -89,32 +90,32 @@ def zipf_rows(name: str, widths: Tensor, h: int, v: int, seed: int = 0) -> Workl
     """Unique ids in each row, drawn by Zipf's law, as the frequent tokens of a text are."""
     g = torch.Generator().manual_seed(seed)
     n, nnz = len(widths), int(widths.sum())
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), widths.cumsum(0)])
     rows = torch.repeat_interleave(torch.arange(n), widths)
     ids = torch.empty(nnz, dtype=torch.int64)
-    todo = torch.ones(nnz, dtype=torch.bool)
-    for _ in range(6):  # redraw what stands twice in a row; what is left is drawn evenly
-        ids[todo] = (v ** torch.rand(int(todo.sum()), generator=g, dtype=torch.float64)).long() - 1
+    wide = widths > v // 8  # drawn evenly: redrawing until unique would take for ever
+    todo = ~wide[rows]
+    for i in wide.nonzero()[:, 0].tolist():
+        ids[offsets[i] : offsets[i + 1]] = torch.randperm(v, generator=g)[: widths[i]]
+    for attempt in range(60):  # what stands twice in a row is drawn again, at last evenly
+        draws = torch.rand(int(todo.sum()), generator=g, dtype=torch.float64)
+        ids[todo] = (v**draws).long() - 1 if attempt < 6 else (v * draws).long()
         todo = _twice(rows, ids, v)
         if not todo.any():
             break
-    while todo.any():
-        ids[todo] = torch.randint(v, (int(todo.sum()),), generator=g)
-        todo = _twice(rows, ids, v)
     order = (rows * v + ids).argsort()
     ids = ids[order].int()
     logits = LOGIT_STD * torch.randn(nnz, generator=g)
-    total = torch.zeros(n).index_add(0, rows, logits.exp())
-    logprobs = logits - total.log()[rows]
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), widths.cumsum(0)])
+    total = torch.zeros(n, dtype=torch.float64).index_add(0, rows, logits.double().exp())
     support = Support(
         ids=ids,
-        sampler_logprobs=logprobs,
+        sampler_logprobs=(logits - total.log()[rows]).float(),
         known=torch.ones(nnz, dtype=torch.bool),
         offsets=offsets,
         kind=torch.ones(n, dtype=torch.int8),
         sampler_tail_mass=torch.zeros(n),
     )
-    pick = (torch.rand(n, generator=g) * widths).long().clamp(max=widths.max() - 1)
+    pick = (torch.rand(n, generator=g) * widths).long()
     return _with_upstream(
         name,
         torch.randn(n, h, generator=g),
@@ -123,6 +124,39 @@ def zipf_rows(name: str, widths: Tensor, h: int, v: int, seed: int = 0) -> Workl
         support,
         seed,
     )
+
+
+# One H200's worth of tokens through the head of a 2-billion-parameter model.
+N, H, V = 16384, 2048, 151936
+
+
+def fixed(width: int) -> Workload:
+    """Every row keeps `width` ids."""
+    return zipf_rows(f"K = {width}", torch.full((N,), width), H, V)
+
+
+def chat_like() -> Workload:
+    """46 % of the rows keep one id; mean 6, widest 684."""
+    g = torch.Generator().manual_seed(0)
+    widths = (4.5 * (1.28 * torch.randn(N, generator=g)).exp()).long().clamp(2, 684)
+    widths[torch.rand(N, generator=g) < 0.46] = 1
+    widths[0] = 684
+    return zipf_rows("chat-like", widths, H, V)
+
+
+def forced_length() -> Workload:
+    """Sequences run past their end: 16 rows of all V, 16 of 50000, mean width 264."""
+    g = torch.Generator().manual_seed(0)
+    widths = (28 * (1.33 * torch.randn(N, generator=g)).exp()).long().clamp(1, 4000)
+    widths[:16], widths[16:32] = V, 50_000
+    return zipf_rows("forced-length", widths[torch.randperm(N, generator=g)], H, V)
+
+
+def full_vocabulary() -> Workload:
+    """No row has evidence: every one is normalised over the vocabulary."""
+    work = fixed(1)
+    empty = Support.empty(N)
+    return _with_upstream("full vocabulary", work.hidden, work.weight, work.labels, empty)
 
 
 def _twice(rows: Tensor, ids: Tensor, v: int) -> Tensor:

@@ -1,10 +1,12 @@
 """From token-aligned sequences to rows that each describe the token they predict."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rl_loss.arguments import is_integral, numbers, require_tensor
 from rl_loss.support import Support, first_row
 
 
@@ -22,7 +24,7 @@ def aligned_rows(
     loss_mask: Tensor,
     *,
     support: Support | None,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     **per_token: Tensor,
 ) -> AlignedRows:
     """Shifts token-aligned data so that row t describes token t + 1 of the same sequence.
@@ -36,13 +38,13 @@ def aligned_rows(
             padded sequences.
         loss_mask: the shape of `input_ids`, bool: the tokens that were sampled.
         support: one row a token: the evidence about that very token. None: no evidence.
-        cu_seqlens: `[S + 1]` bounds of the packed sequences, from 0 to T (from the host it
-            costs no sync).
+        cu_seqlens: `[S + 1]` integer bounds of the packed sequences, from 0 to T, as a tensor or
+            a sequence (from the host it costs no sync).
         **per_token: token-aligned tensors `[*input_ids.shape, ...]` to shift along, such as
             `inference_logprobs` and `advantages`.
 
     Raises:
-        ValueError: shapes or bounds that do not fit.
+        ValueError: types, dtypes, shapes or bounds that do not fit.
 
     Example:
         >>> rows = aligned_rows(
@@ -52,7 +54,13 @@ def aligned_rows(
         >>> rows.labels.tolist(), rows.active.tolist()
         ([11, 12, 0, 21, 0], [True, True, False, True, False])
     """
+    for name, tensor in {"input_ids": input_ids, "loss_mask": loss_mask, **per_token}.items():
+        require_tensor(name, tensor)
+    if support is not None and not isinstance(support, Support):
+        raise ValueError(f"support must be a Support or None, got {type(support).__name__}")
     shape, n = input_ids.shape, input_ids.numel()
+    if not is_integral(input_ids):
+        raise ValueError(f"input_ids must be integers, got {input_ids.dtype}")
     if input_ids.dim() not in (1, 2):
         raise ValueError(f"input_ids must be [T] or [B, L], got {tuple(shape)}")
     if loss_mask.dtype != torch.bool:
@@ -91,13 +99,16 @@ def aligned_rows(
     return AlignedRows(labels, active, support, shifted)
 
 
-def _last_rows(shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
+def _last_rows(shape: torch.Size, cu_seqlens: Tensor | Sequence[int] | None) -> Tensor:
     """Bool `[N]` on the host: the rows that end a sequence."""
     last = torch.zeros(shape.numel(), dtype=torch.bool)
     if cu_seqlens is None:
         last.reshape(shape)[..., -1:] = True
         return last
-    bounds = cu_seqlens.cpu().to(torch.int64)
+    bounds = numbers("cu_seqlens", cu_seqlens).cpu()
+    if bounds.numel() and not is_integral(bounds):  # torch takes an empty list for float32
+        raise ValueError(f"cu_seqlens must be integers [S + 1], got {bounds.dtype}")
+    bounds = bounds.to(torch.int64)
     if len(shape) != 1:
         raise ValueError(f"cu_seqlens needs packed input_ids [T], got {tuple(shape)}")
     if bounds.dim() != 1 or bounds.numel() == 0 or bounds[0] != 0 or bounds[-1] != shape[0]:

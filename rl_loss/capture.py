@@ -6,9 +6,9 @@ in the first pass already. The buffer is addressed by a running total of the cou
 is not recorded goes to one slot behind its end, so no shape ever depends on a value.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,9 +75,10 @@ def capture_support(
     - `NONE`: no entry, tail mass 1; the row is not looked at.
 
     A row is `FAILED` (count -1, tail mass 1) if it holds NaN or +inf or nothing finite, if its
-    sampled token is excluded or outside `[0, V)` (its log-probability is NaN then), if its kind is
-    unknown, or if it does not fit into the buffer. Where not all rows fit, the widest are given up
-    first, so that most rows survive; those are whole and lie one after the other in row order.
+    sampled token is excluded or outside `[0, V)`, if its logits lie so far apart that the log q of
+    an id in S is -inf in float32 (the sampled log-probability is NaN in these cases), if its kind
+    is unknown, or if it does not fit into the buffer. Where not all rows fit, the widest are given
+    up first, so that most rows survive; those are whole and lie one after the other in row order.
 
     No device-to-host sync, no shape that depends on a value.
 
@@ -129,13 +130,13 @@ def capture_support(
     narrow = []  # (kind, ids, logprobs, recorded) of each chunk's HEAD and DRAWS entries
     for start in starts_of_chunks:
         chunk = slice(start, start + chunk_rows)
-        logprobs, labels, healthy[chunk] = _sampler_logprobs(
+        logprobs, kept, labels, healthy[chunk] = _sampler_logprobs(
             processed_logits[chunk], sampled[chunk]
         )
         sampled_logprobs[chunk] = logprobs.gather(1, labels[:, None])[:, 0]
         entries: list[tuple[RowKind, Tensor, Tensor, Tensor]] = []
         if RowKind.HEAD in possible:
-            ids, head, recorded, tail = _head_entries(logprobs, labels, top)
+            ids, head, recorded, tail = _head_entries(logprobs, kept, labels, top)
             entries.append((RowKind.HEAD, ids, head, recorded))
             tail_mass[chunk] = torch.where(asked[chunk] == RowKind.HEAD, tail, 0.0)
         if RowKind.DRAWS in possible:
@@ -143,8 +144,7 @@ def capture_support(
         for row_kind, _, _, recorded in entries:
             needed[chunk] += (recorded & (asked[chunk] == row_kind)[:, None]).sum(1)
         if RowKind.REPLAY in possible:
-            kept = (logprobs > -torch.inf) & (asked[chunk] == RowKind.REPLAY)[:, None]
-            needed[chunk] += kept.sum(1)
+            needed[chunk] += (kept & (asked[chunk] == RowKind.REPLAY)[:, None]).sum(1)
         narrow.append(entries)
 
     looked_at = (asked >= RowKind.REPLAY) & (asked <= RowKind.DRAWS)
@@ -160,11 +160,10 @@ def capture_support(
             mine = recorded_rows[chunk] & (asked[chunk] == row_kind)
             _write(buffer, starts[chunk], recorded & mine[:, None], ids, logprobs)
         if RowKind.REPLAY in possible:
-            logprobs, _, _ = _sampler_logprobs(processed_logits[chunk], sampled[chunk])
+            logprobs, kept, _, _ = _sampler_logprobs(processed_logits[chunk], sampled[chunk])
             mine = recorded_rows[chunk] & (asked[chunk] == RowKind.REPLAY)
             ids = torch.arange(vocab_size, device=device).expand_as(logprobs)
-            kept = (logprobs > -torch.inf) & mine[:, None]
-            _write(buffer, starts[chunk], kept, ids, logprobs)
+            _write(buffer, starts[chunk], kept & mine[:, None], ids, logprobs)
 
     answered = recorded_rows | (asked == RowKind.NONE)
     return CapturedRows(
@@ -176,10 +175,10 @@ def capture_support(
     )
 
 
-def _sampler_logprobs(logits: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log q `[r, V]`, labels inside `[0, V)` `[r]`, and which rows are usable `[r]`.
+def _sampler_logprobs(logits: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log q and what is kept `[r, V]`, labels inside `[0, V)` and which rows are usable `[r]`.
 
-    An unusable row holds neutral values: a uniform distribution and the label 0.
+    A row with unusable logits or label holds neutral values: a uniform distribution, the label 0.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     in_vocab = (sampled >= 0) & (sampled < logits.shape[1])
@@ -188,20 +187,23 @@ def _sampler_logprobs(logits: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, 
     usable = logits.amax(1).isfinite() & logits.gather(1, labels[:, None])[:, 0].isfinite()
     usable &= in_vocab
     logits = torch.where(usable[:, None], logits, 0.0)
+    kept = logits > -torch.inf
     labels = torch.where(usable, labels, 0)
     # On the CPU torch's float32 log_softmax is off by 3e-5 over 151936 ids: it adds one by one.
     shifted = logits - logits.amax(1, keepdim=True)
-    return shifted - shifted.exp().sum(1, keepdim=True).log(), labels, usable
+    logprobs = shifted - shifted.exp().sum(1, keepdim=True).log()
+    # Finite logits may lie further apart than float32 reaches: q is 0 then on a kept id.
+    overflown = kept & (logprobs.float() == -torch.inf)
+    return logprobs, kept, labels, usable & ~overflown.any(1)
 
 
 def _head_entries(
-    logprobs: Tensor, labels: Tensor, top: int
+    logprobs: Tensor, kept: Tensor, labels: Tensor, top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids, log q and which of them to record, each `[r, top + 1]`, and the tail mass `[r]`."""
     top_ids = logprobs.topk(top, dim=1).indices
     ids = torch.cat([labels[:, None], top_ids], 1)
-    chosen = logprobs.gather(1, ids)
-    recorded = chosen > -torch.inf
+    chosen, recorded = logprobs.gather(1, ids), kept.gather(1, ids)
     recorded[:, 1:] &= top_ids != labels[:, None]
     tail = logprobs.scatter(1, ids, -torch.inf).exp().sum(1)
     return ids, chosen.float(), recorded, tail.float()
@@ -225,7 +227,7 @@ def _fits(needed: Tensor, capacity: int) -> Tensor:
     )
 
 
-def _write(buffer: Tensor, starts: Tensor, recorded: Tensor, ids: Tensor, logprobs: Tensor):
+def _write(buffer: Tensor, starts: Tensor, recorded: Tensor, ids: Tensor, logprobs: Tensor) -> None:
     """Write the recorded entries of `[r, w]` to the buffer, each row's from its start on."""
     positions = starts[:, None] + recorded.cumsum(1) - 1
     positions = torch.where(recorded, positions, buffer.numel() - 1)
@@ -242,38 +244,37 @@ def _widest_row(possible: set[RowKind], vocab_size: int, top: int, draws: int) -
     return max((widths.get(kind, 0) for kind in possible), default=0)
 
 
-def _check_arguments(logits, sampled, kind, capacity, top, draws) -> None:
+def _check_arguments(
+    logits: Any, sampled: Any, kind: Any, capacity: Any, top: Any, draws: Any
+) -> None:
     if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.is_floating_point():
         raise ValueError(
-            f"processed_logits: expected a floating-point tensor [R, V], got {_describe(logits)}"
+            f"processed_logits must be a floating-point tensor [R, V], got {_describe(logits)}"
         )
     if logits.shape[1] == 0:
-        raise ValueError("processed_logits: expected at least one column, got V = 0")
+        raise ValueError("processed_logits must have at least one column, got V = 0")
     num_rows = logits.shape[0]
     _check_rows("sampled", sampled, num_rows, (torch.int64, torch.int32))
     if sampled.device != logits.device:
         raise ValueError(
-            f"sampled: expected a tensor on {logits.device} like processed_logits, "
-            f"got one on {sampled.device}"
+            f"sampled must be on {logits.device} as processed_logits, got {sampled.device}"
         )
     if isinstance(kind, Tensor):
         _check_rows("kind", kind, num_rows, (torch.int8,))
     elif isinstance(kind, bool) or not isinstance(kind, int) or kind not in tuple(RowKind):
-        raise ValueError(f"kind: expected a RowKind or an int8 tensor [R], got {kind!r}")
+        raise ValueError(f"kind must be a RowKind or an int8 tensor [R], got {kind!r}")
     for name, value, least in (("capacity", capacity, 0), ("top", top, 0), ("draws", draws, 1)):
         if name == "capacity" and value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}: expected an int of at least {least}, got {value!r}")
+            raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
 
 
-def _check_rows(name: str, value, num_rows: int, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_rows(name: str, value: Any, num_rows: int, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(value, Tensor) or value.dtype not in dtypes or value.shape != (num_rows,):
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name}: expected {names} [{num_rows}], got {_describe(value)}")
+        names = " or ".join(map(str, dtypes))
+        raise ValueError(f"{name} must be {names} [{num_rows}], got {_describe(value)}")
 
 
-def _describe(value) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return repr(value)
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else short(value)

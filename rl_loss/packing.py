@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from rl_loss.arguments import require_tensor
+
 _LOW_32_BITS = 0xFFFFFFFF
 
 
@@ -19,13 +21,13 @@ def pack_entries(ids: Tensor, logprobs: Tensor) -> Tensor:
         `[...]` int64 entries.
 
     Raises:
-        ValueError: a shape or dtype that does not fit.
+        ValueError: no tensors, a shape or dtype that does not fit.
 
     Example:
         >>> pack_entries(torch.tensor([7]), torch.tensor([-0.0])).tolist()
         [-9223372036854775801]
     """
-    if ids.shape != logprobs.shape:
+    if require_tensor("ids", ids).shape != require_tensor("logprobs", logprobs).shape:
         raise ValueError(
             f"ids and logprobs must have one shape, got {tuple(ids.shape)} and "
             f"{tuple(logprobs.shape)}"
@@ -48,13 +50,13 @@ def unpack_entries(packed: Tensor) -> tuple[Tensor, Tensor]:
         ids `[...]` int32 and logprobs `[...]` float32 (NaN: q unknown).
 
     Raises:
-        ValueError: `packed` is not int64.
+        ValueError: `packed` is no int64 tensor.
 
     Example:
         >>> unpack_entries(pack_entries(torch.tensor([7]), torch.tensor([-0.5])))
         (tensor([7], dtype=torch.int32), tensor([-0.5000]))
     """
-    if packed.dtype != torch.int64:
+    if require_tensor("packed", packed).dtype != torch.int64:
         raise ValueError(f"packed must be int64, got {packed.dtype}")
     ids = (packed & _LOW_32_BITS).to(torch.int32)
     return ids, (packed >> 32).to(torch.int32).view(torch.float32)

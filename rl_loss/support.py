@@ -3,100 +3,52 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from rl_loss.packing import pack_entries, unpack_entries
+from rl_loss.arguments import is_integral, numbers
+from rl_loss.csr import (
+    TILE,
+    GatherPlan,
+    HostFacts,
+    RowKind,
+    first_row,
+    gather_plan,
+    offsets_of,
+    rows_of_entries,
+    selected_entries,
+)
+from rl_loss.packing import pack_entries
+from rl_loss.row_parsing import (
+    Columns,
+    check_form,
+    check_ids,
+    default_tail_mass,
+    per_row,
+    read_packed,
+    read_padded,
+    read_rows,
+)
+
+__all__ = [
+    "TILE",
+    "TOLERANCE",
+    "GatherPlan",
+    "HostFacts",
+    "RowKind",
+    "Support",
+    "first_row",
+    "rows_of_entries",
+]
 
 # How far probabilities that a sampler reports may be from adding up to 1, and a sampled token's
 # entry from the log-probability reported for it.
 TOLERANCE = 1e-3
 
-
-class RowKind(IntEnum):
-    """What a row's ids are, and so over what the trainer normalises it."""
-
-    FAILED = -1  # the sampler could not record the row: an error where a loss reads it
-    NONE = 0  # no evidence: normalised over the vocabulary, not centered
-    REPLAY = 1  # the whole kept set, unique, with the label: normalised over the set
-    HEAD = 2  # the top ids of an untruncated distribution, unique: over the vocabulary
-    DRAWS = 3  # i.i.d. draws from the sampler, repeats kept: over the vocabulary
-
-
-class HostFacts(NamedTuple):
-    """What the host knows of a support wherever its tensors are (CPU tensors)."""
-
-    offsets: Tensor  # [N + 1] int64
-    kind: Tensor  # [N] int8
-    complete: Tensor  # [N] bool: the row has entries and q is known for each
-
-
-class GatherPlan(NamedTuple):
-    """How the kernels of REPLAY rows are launched: known on the host, so without a sync."""
-
-    tiles: Tensor  # [T] int64: row << 32 | number of the tile in its row; rows of one id have none
-    max_width: int  # entries of the widest row, rounded up to a power of two
-    only_replay: bool  # every row is REPLAY and has an entry
-
-
-TILE = 32  # entries of a tile
-
-
-def _plan(host: HostFacts, device: torch.device) -> GatherPlan:
-    widths = host.offsets.diff()
-    counts = torch.where(
-        (host.kind == RowKind.REPLAY) & (widths > 1), (widths + TILE - 1) // TILE, 0
-    )
-    total = int(counts.sum())
-    rows = torch.repeat_interleave(torch.arange(len(counts)), counts, output_size=total)
-    number = torch.arange(total) - (counts.cumsum(0) - counts)[rows]
-    widest = int(widths.max()) if len(widths) else 0
-    only = bool(((host.kind == RowKind.REPLAY) & (widths > 0)).all())
-    tiles = (rows << 32 | number).to(device, non_blocking=True)
-    return GatherPlan(tiles, 1 << max(0, widest - 1).bit_length(), only)
-
-
-def first_row(bad: Tensor) -> int:
-    """The index of the first True of a host mask."""
-    return int(bad.to(torch.uint8).argmax())
-
-
-def rows_of_entries(offsets: Tensor, nnz: int) -> Tensor:
-    """The row of each entry, `[nnz]` int64, without a sync."""
-    rows = torch.arange(len(offsets) - 1, device=offsets.device)
-    return torch.repeat_interleave(rows, offsets.diff(), output_size=nnz)
-
-
-def _offsets_of(counts: Tensor) -> Tensor:
-    zero = torch.zeros(1, dtype=torch.int64, device=counts.device)
-    return torch.cat([zero, counts.to(torch.int64).cumsum(0)])
-
-
-def _per_row(name: str, value: Any, n: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """One value or one a row, as a tensor `[n]`."""
-    tensor = torch.as_tensor(value)
-    if tensor.numel() == 0:
-        tensor = tensor.to(dtype)  # torch takes an empty list for float32
-    if tensor.dtype == torch.bool or (not dtype.is_floating_point and tensor.is_floating_point()):
-        raise ValueError(f"{name} must convert to {dtype}, got {tensor.dtype}")
-    if tensor.dim() == 0:
-        tensor = tensor.expand(n)
-    if tensor.shape != (n,):
-        raise ValueError(f"{name} must be one value or one a row [{n}], got {tuple(tensor.shape)}")
-    if dtype == torch.int8 and tensor.dtype != dtype:
-        _check_kind(tensor.cpu())  # before the conversion, which wraps around
-    return tensor.to(device, dtype).contiguous()
-
-
-def _check_kind(kind: Tensor) -> None:
-    bad = (kind < RowKind.FAILED) | (kind > RowKind.DRAWS)
-    if bad.any():
-        row = first_row(bad)
-        raise ValueError(f"kind must be a RowKind (-1 to 3), got {int(kind[row])} in row {row}")
+_FIELDS = ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +59,9 @@ class Support:
     and owns slicing, concatenation and selection, so that rows keep their evidence. It carries
     the host's view of its widths and kinds along, also to a GPU, so that a training step needs
     no device-to-host sync; building one from device tensors costs one sync.
+
+    The tensors given here are taken as they are and not copied, as a slice views its source:
+    whoever writes to them later changes the evidence behind the checks that were made.
 
     Args:
         ids: `[nnz]` int32 token ids.
@@ -140,12 +95,12 @@ class Support:
 
     def __post_init__(self) -> None:
         if self.host is None:
-            self._check_form()
+            check_form({name: getattr(self, name) for name in _FIELDS})
             facts = HostFacts(self.offsets.cpu(), self.kind.cpu(), self._complete().cpu())
             object.__setattr__(self, "host", facts)
-            self._check_ids()
+            check_ids(self.ids.cpu(), facts)
         if self.plan is None:
-            object.__setattr__(self, "plan", _plan(self.host, self.device))
+            object.__setattr__(self, "plan", gather_plan(self.host, self.device))
 
     # --- what it is ---
 
@@ -216,16 +171,7 @@ class Support:
             >>> Support.from_rows([([3, 4], None)]).sampler_tail_mass.tolist()
             [1.0]
         """
-        rows = list(rows)
-        kind = _per_row("kind", kind, len(rows), torch.int8, None).clone()
-        parts = [_row_tensors(i, row) for i, row in enumerate(rows)]
-        for i, row in enumerate(rows):
-            if row is None and kind[i] != RowKind.FAILED:
-                kind[i] = RowKind.NONE
-        counts = torch.tensor([len(ids) for ids, _, _ in parts], dtype=torch.int64)
-        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-        ids, logprobs, known = columns or _row_tensors(0, None)
-        return cls._build(ids, logprobs, known, counts, kind, tail_mass)
+        return cls._build(read_rows(rows, kind), tail_mass)
 
     @classmethod
     def from_packed(
@@ -250,25 +196,7 @@ class Support:
             >>> Support.from_packed(torch.empty(0, dtype=torch.int64), torch.tensor([-1])).kind
             tensor([-1], dtype=torch.int8)
         """
-        if packed.dim() != 1:
-            raise ValueError(f"packed must be [nnz], got {tuple(packed.shape)}")
-        if counts.dim() != 1 or counts.is_floating_point() or counts.dtype == torch.bool:
-            raise ValueError(
-                f"counts must be integers [N], got {counts.dtype} {tuple(counts.shape)}"
-            )
-        if packed.device != counts.device:
-            raise ValueError(
-                f"packed and counts must be on one device, got {packed.device}, {counts.device}"
-            )
-        kind = _per_row("kind", kind, len(counts), torch.int8, packed.device)
-        kind = torch.where(counts == -1, int(RowKind.FAILED), kind).to(torch.int8)
-        bad = (counts < -1).cpu()
-        if bad.any():
-            row = first_row(bad)
-            raise ValueError(f"counts must be -1 or more, got {int(counts[row])} in row {row}")
-        ids, logprobs = unpack_entries(packed)
-        counts = counts.clamp(min=0)
-        return cls._build(ids, logprobs, ~logprobs.isnan(), counts, kind, tail_mass)
+        return cls._build(read_packed(packed, counts, kind), tail_mass)
 
     @classmethod
     def from_padded(
@@ -295,30 +223,7 @@ class Support:
             >>> Support.from_padded(torch.tensor([[4, -1], [1, 2]]), None).offsets.tolist()
             [0, 1, 3]
         """
-        if ids.dim() < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"ids must be integers [..., K], got {ids.dtype} {tuple(ids.shape)}")
-        if logprobs is None:
-            logprobs = torch.full(ids.shape, math.nan, device=ids.device)
-        if logprobs.shape != ids.shape:
-            raise ValueError(
-                f"logprobs must have the shape of ids {tuple(ids.shape)}, "
-                f"got {tuple(logprobs.shape)}"
-            )
-        n = ids.shape[:-1].numel()
-        ids, logprobs = ids.reshape(n, ids.shape[-1]), logprobs.reshape(n, ids.shape[-1])
-        held = ids != -1
-        kind = _per_row("kind", kind, n, torch.int8, ids.device)
-        tokens, logprobs = ids[held].to(torch.int64), logprobs[held].float()
-        bad = _outside_int32(tokens).cpu()
-        if bad.any():
-            at = first_row(bad)
-            raise ValueError(
-                f"ids must be in [0, 2**31), or -1 at padding, got {int(tokens[at])} "
-                f"in row {int(held.nonzero()[at, 0])}"
-            )
-        known = ~logprobs.isnan()
-        tokens = tokens.to(torch.int32)
-        return cls._build(tokens, logprobs, known, held.sum(-1), kind, tail_mass)
+        return cls._build(read_padded(ids, logprobs, kind), tail_mass)
 
     @classmethod
     def from_vllm(cls, mask: Any, logprobs: Any = None) -> "Support":
@@ -335,28 +240,15 @@ class Support:
         return support_from_sglang(mask, logprobs)
 
     @classmethod
-    def _build(
-        cls,
-        ids: Tensor,
-        logprobs: Tensor,
-        known: Tensor,
-        counts: Tensor,
-        kind: Tensor,
-        tail_mass: Any,
-    ) -> "Support":
-        n, offsets = len(counts), _offsets_of(counts)
-        last = int(offsets[-1])
-        if last != len(ids):
-            raise ValueError(f"counts add up to {last} entries, got {len(ids)}")
+    def _build(cls, columns: Columns, tail_mass: Any) -> "Support":
+        columns = columns._replace(logprobs=columns.logprobs.detach())
+        ids, logprobs, known, counts, kind = columns
+        offsets = offsets_of(counts)
+        if int(offsets[-1]) != len(ids):
+            raise ValueError(f"counts add up to {int(offsets[-1])} entries, got {len(ids)}")
         if tail_mass is None:
-            q = torch.where(known, logprobs.double().exp(), 0.0)
-            rows = rows_of_entries(offsets, len(ids))
-            zeros = torch.zeros(n, dtype=torch.float64, device=ids.device)
-            missing = (1 - zeros.index_add(0, rows, q)).clamp(min=0)
-            unknown = zeros.index_add(0, rows, (~known).double())
-            whole = (kind == RowKind.DRAWS) | ((kind == RowKind.REPLAY) & (unknown == 0))
-            tail_mass = torch.where(whole & (counts > 0), 0.0, missing)
-        tail_mass = _per_row("tail_mass", tail_mass, n, torch.float32, ids.device)
+            tail_mass = default_tail_mass(columns, offsets)
+        tail_mass = per_row("tail_mass", tail_mass, len(counts), torch.float32, ids.device)
         return cls(ids, logprobs, known, offsets, kind, tail_mass)
 
     # --- operations ---
@@ -390,21 +282,25 @@ class Support:
             5
         """
         supports = list(supports)
+        for i, support in enumerate(supports):
+            if not isinstance(support, Support):
+                raise ValueError(f"supports[{i}] must be a Support, got {type(support).__name__}")
         if not supports:
             return Support.empty(0)
         devices = {support.device for support in supports}
         if len(devices) > 1:
             raise ValueError(f"supports must be on one device, got {sorted(map(str, devices))}")
-        fields = ("ids", "sampler_logprobs", "known", "kind", "sampler_tail_mass")
         joined: dict[str, Any] = {
-            name: torch.cat([getattr(s, name) for s in supports]) for name in fields
+            name: torch.cat([getattr(s, name) for s in supports])
+            for name in _FIELDS
+            if name != "offsets"
         }
         host = HostFacts(
-            _offsets_of(torch.cat([s.host.offsets.diff() for s in supports])),
+            offsets_of(torch.cat([s.host.offsets.diff() for s in supports])),
             torch.cat([s.host.kind for s in supports]),
             torch.cat([s.host.complete for s in supports]),
         )
-        offsets = _offsets_of(torch.cat([s.offsets.diff() for s in supports]))
+        offsets = offsets_of(torch.cat([s.offsets.diff() for s in supports]))
         return Support(**joined, offsets=offsets, host=host)
 
     def select(self, rows: Tensor | Sequence[int]) -> "Support":
@@ -420,26 +316,23 @@ class Support:
             >>> Support.from_rows([([1], [0.0]), ([2], [0.0])]).select([1, 0]).ids.tolist()
             [2, 1]
         """
-        rows = torch.as_tensor(rows).cpu()
+        rows = numbers("rows", rows).cpu()
         if rows.dtype == torch.bool:
             if rows.shape != (len(self),):
                 raise ValueError(f"rows must be a mask [{len(self)}], got {tuple(rows.shape)}")
             rows = rows.nonzero()[:, 0]
         if rows.numel() == 0:
             rows = rows.to(torch.int64)
-        if rows.dim() != 1 or rows.is_floating_point():
+        if rows.dim() != 1 or not is_integral(rows):
             raise ValueError(f"rows must be row numbers [M], got {rows.dtype} {tuple(rows.shape)}")
+        rows = rows.to(torch.int64)  # torch would index with uint8 as with a mask
         bad = (rows < 0) | (rows >= len(self))
         if bad.any():
             at = first_row(bad)
             raise ValueError(
                 f"rows must be in [0, {len(self)}), got {int(rows[at])} at position {at}"
             )
-        counts = self.host.offsets.diff()[rows]
-        offsets = _offsets_of(counts)
-        nnz = int(offsets[-1])
-        start = self.host.offsets[:-1][rows] - offsets[:-1]
-        entries = torch.arange(nnz) + torch.repeat_interleave(start, counts, output_size=nnz)
+        entries, offsets = selected_entries(self.host.offsets, rows)
         entries = entries.to(self.device, non_blocking=True)
         moved = rows.to(self.device, non_blocking=True)
         return Support(
@@ -502,9 +395,11 @@ class Support:
             ValueError: the first bad row and what is wrong with it: a label outside the
                 vocabulary or its REPLAY row; a row that the sampler failed to record or left
                 empty; an id outside the vocabulary; a known q that is not finite or above 1; a
-                draw without q; probabilities that do not add up to 1 within 1e-3; rows that are
-                uniform over the vocabulary (an engine without weights); a label's entry that
-                disagrees with `inference_logprobs` by more than 1e-3.
+                draw without q; probabilities that do not add up to 1 within 1e-3; a label's entry
+                that disagrees with `inference_logprobs` by more than 1e-3; the marks of an engine
+                without weights (a row or all `inference_logprobs` uniform over the vocabulary,
+                or every REPLAY row of more than 8 known ids uniform over its kept set). Also an
+                argument of a wrong type or size.
 
         Example:
             >>> support = Support.from_rows([([1, 2], [-0.6931, -0.6931])])
@@ -524,8 +419,7 @@ class Support:
         return owned.__dict__ | {"host": HostFacts(*map(_without_the_rest, self.host))}
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> "Support":
-        fields = ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass")
-        changes: dict[str, Any] = {name: move(getattr(self, name)) for name in fields}
+        changes: dict[str, Any] = {name: move(getattr(self, name)) for name in _FIELDS}
         plan = self.plan._replace(tiles=move(self.plan.tiles))
         return replace(self, **changes, plan=plan)
 
@@ -534,107 +428,11 @@ class Support:
         unknown.index_add_(0, self.entry_rows, (~self.known).long())
         return (unknown == 0) & (self.offsets.diff() > 0)
 
-    def _check_form(self) -> None:
-        nnz, n = self.ids.numel(), self.kind.numel()
-        wanted = {
-            "ids": (torch.int32, (nnz,)),
-            "sampler_logprobs": (torch.float32, (nnz,)),
-            "known": (torch.bool, (nnz,)),
-            "kind": (torch.int8, (n,)),
-            "offsets": (torch.int64, (n + 1,)),
-            "sampler_tail_mass": (torch.float32, (n,)),
-        }
-        for name, (dtype, shape) in wanted.items():
-            tensor = getattr(self, name)
-            if tensor.dtype != dtype or tensor.shape != shape:
-                raise ValueError(
-                    f"{name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
-                )
-            if tensor.device != self.ids.device:
-                raise ValueError(f"{name} must be on {self.ids.device}, got {tensor.device}")
-        offsets = self.offsets.cpu()
-        if offsets[0] != 0 or offsets[-1] != nnz:
-            raise ValueError(
-                f"offsets must run from 0 to nnz = {nnz}, got {int(offsets[0])} to "
-                f"{int(offsets[-1])}"
-            )
-        falling = offsets.diff() < 0
-        if falling.any():
-            row = first_row(falling)
-            raise ValueError(
-                f"offsets must not fall, got {int(offsets[row])}, {int(offsets[row + 1])} "
-                f"in row {row}"
-            )
-
-    def _check_ids(self) -> None:
-        kind, widths = self.host.kind, self.host.offsets.diff()
-        _check_kind(kind)
-        bad = (kind <= RowKind.NONE) & (widths > 0)
-        if bad.any():
-            row = first_row(bad)
-            raise ValueError(
-                f"ids must be empty in a row of kind {RowKind(int(kind[row])).name}, "
-                f"got {int(widths[row])} in row {row}"
-            )
-        ids, rows = self.ids.cpu(), rows_of_entries(self.host.offsets, self.nnz)
-        if (ids < 0).any():
-            at = first_row(ids < 0)
-            raise ValueError(f"ids must not be negative, got {int(ids[at])} in row {int(rows[at])}")
-        unique = (kind == RowKind.REPLAY) | (kind == RowKind.HEAD)
-        # Rows in ascending order are seen to be unique without a sort.
-        order = (ids[1:] <= ids[:-1]) & (rows[1:] == rows[:-1]) & unique[rows[1:]]
-        if order.any():
-            keys = (rows << 31 | ids)[unique[rows]].sort().values
-            twice = keys[1:] == keys[:-1]
-            if twice.any():
-                key = int(keys[first_row(twice)])
-                raise ValueError(
-                    f"ids must be unique in a {RowKind(int(kind[key >> 31])).name} row, "
-                    f"got {key & 0x7FFFFFFF} twice in row {key >> 31}"
-                )
-
 
 def _without_the_rest(tensor: Tensor) -> Tensor:
     """A copy where a view would take along, pickled, the whole buffer that it looks into."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()
-
-
-def _outside_int32(ids: Tensor) -> Tensor:
-    """Where int64 ids are no ids: negative, or too large for int32."""
-    return (ids < 0) | (ids > 2**31 - 1)
-
-
-def _row_tensors(i: int, row: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if row is None:
-        row = ((), ())
-    if not isinstance(row, (tuple, list)) or len(row) not in (2, 3):
-        raise ValueError(
-            f"rows[{i}] must be (ids, logprobs), (ids, logprobs, known) or None, got {row!r}"
-        )
-    ids = torch.as_tensor(row[0])
-    if ids.numel() == 0:
-        ids = ids.reshape(0).to(torch.int64)  # torch takes an empty list for float32
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"rows[{i}]: ids must be integers [K], got {ids.dtype} {list(ids.shape)}")
-    ids = ids.to(torch.int64)
-    bad = _outside_int32(ids)
-    if bad.any():
-        at = first_row(bad)
-        raise ValueError(f"rows[{i}]: ids must be in [0, 2**31), got {int(ids[at])}")
-    if row[1] is None:
-        logprobs = torch.full(ids.shape, math.nan)
-    else:
-        logprobs = torch.as_tensor(row[1], dtype=torch.float32)
-    known = ~logprobs.isnan() if len(row) == 2 else torch.as_tensor(row[2])
-    if known.numel() == 0:
-        known = known.to(torch.bool)
-    if logprobs.shape != ids.shape or known.shape != ids.shape or known.dtype != torch.bool:
-        raise ValueError(
-            f"rows[{i}]: logprobs and known (bool) must be {list(ids.shape)} as ids, got "
-            f"{list(logprobs.shape)} and {known.dtype} {list(known.shape)}"
-        )
-    return ids.to(torch.int32), logprobs, known
 
 
 def _collate(batch: list[Support], *, collate_fn_map: Any = None) -> Support:

@@ -2,11 +2,17 @@
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from rl_loss.arguments import is_integral, require_tensor
 from rl_loss.support import TOLERANCE, RowKind, Support, first_row, rows_of_entries
+
+# An engine without weights is seen by its uniform rows. Up to so many ids may well be alike.
+_FEW = 8
+_UNIFORM_WITHIN = 1e-5
 
 
 def _check(bad: Tensor, message: Callable[[int], str]) -> None:
@@ -35,7 +41,7 @@ def check_labels(
     labels: Tensor, vocab_size: int, support: Support | None, active: Tensor | None
 ) -> None:
     """Refuses active labels outside the vocabulary or their REPLAY row (host tensors)."""
-    labels = labels.reshape(-1)
+    labels = labels.reshape(-1).to(torch.int64)  # a uint8 compares modulo 256
     on = torch.ones_like(labels, dtype=torch.bool) if active is None else active.reshape(-1)
     _check(
         on & ((labels < 0) | (labels >= vocab_size)),
@@ -79,15 +85,18 @@ def validate_support(
     inference_logprobs: Tensor | None,
 ) -> None:
     """See `Support.validate`."""
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, Integral) or vocab_size < 1:
+        raise ValueError(f"vocab_size must be an int of at least 1, got {vocab_size!r}")
     support, n = support.to("cpu"), len(support)
+    require_tensor("labels", labels)
     for name, tensor in {
         "labels": labels,
         "active": active,
         "inference_logprobs": inference_logprobs,
     }.items():
-        if tensor is not None and tensor.numel() != n:
+        if tensor is not None and require_tensor(name, tensor).numel() != n:
             raise ValueError(f"{name} must have {n} rows, got {tuple(tensor.shape)}")
-    if labels.is_floating_point() or labels.dtype == torch.bool:
+    if not is_integral(labels):
         raise ValueError(f"labels must be integers, got {labels.dtype}")
     if active is not None and active.dtype != torch.bool:
         raise ValueError(f"active must be bool, got {active.dtype}")
@@ -100,7 +109,7 @@ def validate_support(
     _check_uniform(support, vocab_size, on)
     if inference_logprobs is not None:
         reported = inference_logprobs.detach().reshape(-1).float().cpu()
-        _check_reported(support, labels, reported, on)
+        _check_reported(support, labels, vocab_size, reported, on)
 
 
 def _check_probabilities(support: Support, on: Tensor) -> None:
@@ -136,24 +145,50 @@ def _check_probabilities(support: Support, on: Tensor) -> None:
 
 def _check_uniform(support: Support, vocab_size: int, on: Tensor) -> None:
     rows = rows_of_entries(support.offsets, support.nnz)
-    uniform = (support.sampler_logprobs + math.log(vocab_size)).abs() < 1e-5
+    widths = support.offsets.diff()
     zeros = torch.zeros(len(on), dtype=torch.int64)
     known = zeros.index_add(0, rows, support.known.long())
-    alike = zeros.index_add(0, rows, (support.known & uniform).long())
+
+    def uniform_over(sizes: Tensor) -> Tensor:
+        """Rows whose known log q all are -log of their size, `[N]`."""
+        gap = (support.sampler_logprobs + sizes.double().log()[rows]).abs()
+        alike = support.known & (gap < _UNIFORM_WITHIN)
+        return zeros.index_add(0, rows, alike.long()) == known
+
     _check(
-        on & (known > 1) & (alike == known),
+        on & (known > 1) & (vocab_size > 1) & uniform_over(torch.full_like(widths, vocab_size)),
         lambda i: (
             f"sampler_logprobs of row {i} all are -log V = {-math.log(vocab_size):.4f}: has the "
             "engine loaded its weights?"
         ),
     )
+    # One such row among others is a tie; a batch of nothing else is no model's.
+    wide = on & (support.kind == RowKind.REPLAY) & (known > _FEW)
+    _check(
+        wide & (uniform_over(widths) | ~wide).all(),
+        lambda i: (
+            f"sampler_logprobs of each active REPLAY row of more than {_FEW} known ids are uniform "
+            f"over its kept set, -log {int(widths[i])} = {-math.log(int(widths[i])):.4f} in row "
+            f"{i}: has the engine loaded its weights?"
+        ),
+    )
 
 
-def _check_reported(support: Support, labels: Tensor, reported: Tensor, on: Tensor) -> None:
+def _check_reported(
+    support: Support, labels: Tensor, vocab_size: int, reported: Tensor, on: Tensor
+) -> None:
     _check(
         on & ~((reported > -math.inf) & (reported <= TOLERANCE)),
         lambda i: (
             f"inference_logprobs[{i}] must be finite and at most 0, got {float(reported[i]):.6g}"
+        ),
+    )
+    uniform = (reported + math.log(vocab_size)).abs() < _UNIFORM_WITHIN
+    _check(
+        on & (on.sum() > 1) & (vocab_size > _FEW) & (uniform | ~on).all(),
+        lambda i: (
+            f"inference_logprobs of all active rows are -log V = {-math.log(vocab_size):.4f}, "
+            f"from row {i} on: has the engine loaded its weights?"
         ),
     )
     rows = rows_of_entries(support.offsets, support.nnz)

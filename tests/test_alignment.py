@@ -114,8 +114,10 @@ def test_packed_sequences_of_any_lengths(rows, data):
     cuts = data.draw(st.lists(st.integers(0, n), max_size=5))
     mask = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
     bounds = [0, *sorted(cuts), n]
-    for dtype in (torch.int32, torch.int64):
+    for dtype in (torch.uint8, torch.int32, torch.int64):
         check_against_loop(rows, mask, bounds, cu_seqlens=torch.tensor(bounds, dtype=dtype))
+    for sequence in (bounds, tuple(bounds)):
+        check_against_loop(rows, mask, bounds, cu_seqlens=sequence)
     check_against_loop(rows, mask, [0, n])
 
 
@@ -217,6 +219,13 @@ def test_a_failed_row_moves_with_its_token():
     [
         ({"input_ids": torch.tensor(3)}, r"input_ids must be \[T\] or \[B, L\], got \(\)"),
         ({"input_ids": torch.ones(1, 2, 2).long()}, r"input_ids must be .*, got \(1, 2, 2\)"),
+        ({"input_ids": [0, 1, 2, 3]}, "^input_ids must be a tensor, got list$"),
+        ({"input_ids": torch.arange(4.0)}, "input_ids must be integers, got torch.float32"),
+        ({"input_ids": torch.ones(4).bool()}, "input_ids must be integers, got torch.bool"),
+        ({"loss_mask": [True] * 4}, "^loss_mask must be a tensor, got list$"),
+        ({"support": [None] * 4}, "^support must be a Support or None, got list$"),
+        ({"advantages": [0.0] * 4}, "^advantages must be a tensor, got list$"),
+        ({"advantages": None}, "^advantages must be a tensor, got NoneType$"),
         ({"loss_mask": torch.ones(4)}, "loss_mask must be bool, got torch.float32"),
         ({"loss_mask": torch.ones(3).bool()}, r"loss_mask must .* \(4,\), got \(3,\)"),
         ({"loss_mask": torch.ones(4, 1).bool()}, r"loss_mask must .* \(4,\), got \(4, 1\)"),
@@ -225,6 +234,14 @@ def test_a_failed_row_moves_with_its_token():
         ({"advantages": torch.ones(2, 4)}, r"advantages must .* \(4,\), got \(2, 4\)"),
         ({"support": Support.empty(3)}, r"support must have one row a token \(4\), got 3"),
         ({"support": Support.empty(5)}, r"support must have one row a token \(4\), got 5"),
+        (
+            {"cu_seqlens": torch.tensor([0.0, 1.9, 4.0])},
+            r"cu_seqlens must be integers \[S \+ 1\], got torch.float32",
+        ),
+        ({"cu_seqlens": [0.0, 4.0]}, "cu_seqlens must be integers .*, got torch.float32"),
+        ({"cu_seqlens": torch.ones(2).bool()}, "cu_seqlens must be integers .*, got torch.bool"),
+        ({"cu_seqlens": [0, None, 4]}, "cu_seqlens must be numbers, got None in position 1"),
+        ({"cu_seqlens": [0, 3]}, r"cu_seqlens must run from 0 to 4, got \[0, 3\]"),
         ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens must run from 0 to 4, got \[0, 3\]"),
         ({"cu_seqlens": torch.tensor([1, 4])}, r"cu_seqlens must run from 0 to 4, got \[1, 4\]"),
         ({"cu_seqlens": torch.tensor([0, 2, 5])}, "cu_seqlens must run from 0 to 4"),

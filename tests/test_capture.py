@@ -224,6 +224,24 @@ def test_unusable_rows_are_failed_and_harm_no_neighbour(kind):
                 assert torch.equal(entries[1], unharmed[1])
 
 
+@pytest.mark.parametrize("kind", [RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS])
+def test_finite_logits_too_far_apart_for_float32_fail_their_row(kind):
+    """What is kept is what is finite, though the difference of two logits may overflow."""
+    far = torch.tensor([[1e38, -1e38, 3e38], [1e38, -INF, 3e38], [0.0, 2.0, 1.0]])
+    rows = capture_support(far, torch.tensor([2, 2, 1]), kind=kind, top=2)
+    assert rows.kind.tolist() == [RowKind.FAILED, kind, kind]
+    assert rows.counts[0] == -1
+    assert rows.tail_mass[0] == 1
+    assert rows.sampled_logprobs[0].isnan()
+    if kind == RowKind.REPLAY:
+        assert [entries and entries[0] for entries in entries_of(rows)] == [None, [0, 2], [0, 1, 2]]
+        assert entries_of(rows)[1][1].tolist() == pytest.approx([-2e38, 0.0])
+    # The same gap in float64, which only the recorded float32 cannot hold.
+    wide = torch.tensor([[0.0, -1e300], [0.0, -INF]], dtype=torch.float64)
+    rows = capture_support(wide, torch.tensor([0, 0]), kind=kind, top=1)
+    assert rows.kind.tolist() == [RowKind.FAILED, kind]
+
+
 def test_none_rows_ask_for_nothing():
     logits = torch.full((3, 5), math.nan)
     rows = capture_support(logits, torch.tensor([0, 7, -1]), kind=RowKind.NONE)
@@ -381,21 +399,33 @@ def test_to_support_keeps_rows_kinds_and_tails():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"processed_logits": torch.zeros(3)}, "processed_logits: expected a floating-point"),
-        ({"processed_logits": torch.zeros(2, 4, dtype=torch.int64)}, "got int64 \\[2, 4\\]"),
-        ({"processed_logits": torch.zeros(2, 0)}, "processed_logits: .* got V = 0"),
-        ({"sampled": torch.zeros(3, dtype=torch.int64)}, "sampled: expected .* got int64 \\[3\\]"),
-        ({"sampled": torch.zeros(2)}, "sampled: expected int64 or int32 \\[2\\], got float32"),
-        ({"sampled": torch.zeros(2, dtype=torch.int64, device="meta")}, "sampled: .* on meta"),
-        ({"kind": torch.zeros(2, dtype=torch.int64)}, "kind: expected int8 \\[2\\], got int64"),
-        ({"kind": torch.zeros(1, dtype=torch.int8)}, "kind: expected int8 \\[2\\]"),
-        ({"kind": 4}, "kind: expected a RowKind .* got 4"),
-        ({"kind": "replay"}, "kind: .* got 'replay'"),
-        ({"kind": True}, "kind: .* got True"),
-        ({"capacity": -1}, "capacity: expected an int of at least 0, got -1"),
-        ({"capacity": 1.5}, "capacity: .* got 1.5"),
-        ({"top": -1}, "top: expected an int of at least 0, got -1"),
-        ({"draws": 0}, "draws: expected an int of at least 1, got 0"),
+        ({"processed_logits": torch.zeros(3)}, "processed_logits must be a floating-point"),
+        ({"processed_logits": torch.zeros(2, 4, dtype=torch.int64)}, "got torch.int64 \\[2, 4\\]"),
+        ({"processed_logits": torch.zeros(2, 0)}, "processed_logits must .* got V = 0"),
+        (
+            {"sampled": torch.zeros(3, dtype=torch.int64)},
+            "sampled must be .* got torch.int64 \\[3\\]",
+        ),
+        (
+            {"sampled": torch.zeros(2)},
+            r"sampled must be torch.int64 or torch.int32 \[2\], got torch.float32 \[2\]",
+        ),
+        (
+            {"sampled": torch.zeros(2, dtype=torch.int64, device="meta")},
+            "sampled must be on cpu .* got meta",
+        ),
+        (
+            {"kind": torch.zeros(2, dtype=torch.int64)},
+            "kind must be torch.int8 \\[2\\], got .*int64",
+        ),
+        ({"kind": torch.zeros(1, dtype=torch.int8)}, "kind must be torch.int8 \\[2\\], got"),
+        ({"kind": 4}, "kind must be a RowKind .* got 4"),
+        ({"kind": "replay"}, "kind must .* got 'replay'"),
+        ({"kind": True}, "kind must .* got True"),
+        ({"capacity": -1}, "capacity must be an int of at least 0, got -1"),
+        ({"capacity": 1.5}, "capacity must .* got 1.5"),
+        ({"top": -1}, "top must be an int of at least 0, got -1"),
+        ({"draws": 0}, "draws must be an int of at least 1, got 0"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

@@ -194,7 +194,12 @@ def test_every_form_of_vllms_logprobs_gives_the_same_support():
     # JSON keeps ids as strings and has no -inf: vLLM's server writes -9999 for it.
     plain = json.loads(json.dumps([{t: max(v, -9999.0) for t, v in row.items()} for row in floats]))
     assert any(value == -9999.0 for row in plain for value in row.values())
-    for logprobs in (floats, tuple(floats), plain, FlatLogprobs.of(entries)):
+    # The fields of a Logprob as JSON has them.
+    dicts = [
+        {str(t): {"logprob": v, "rank": 1, "decoded_token": "a"} for t, v in row.items()}
+        for row in floats
+    ]
+    for logprobs in (floats, tuple(floats), plain, FlatLogprobs.of(entries), dicts):
         same(Support.from_vllm(SamplingMask(REQUEST.mask()), logprobs), expected)
 
 
@@ -258,6 +263,21 @@ def test_log_probabilities_of_the_kept_ids_in_their_order():
         ([[1], [2, 3]], [{1: 0.0}, {2: 0.0, 3: -math.inf}], "kept id 3 of row 1 has .* -inf"),
         ([[1], [2, 3]], [{1: 0.0}, {2: 0.0, 3: -9999.0}], "kept id 3 of row 1 has .* -9999.0"),
         ([[1], [2, 3]], [{1: 0.0}, {2: NAN, 3: 0.0}], "kept id 2 of row 1 has .* nan"),
+        ([[1], None], None, r"mask\[1\] must be a list of ids, got None"),
+        ([[1], "ab"], None, r"mask\[1\] must be a list of ids, got 'ab'"),
+        ([[1], 2], None, r"mask\[1\] must be a list of ids, got 2"),
+        ({"token_ids": [[1], None]}, [{1: 0.0}, {}], r"mask\[1\] must be a list of ids, got None"),
+        ([[1], [2, None]], None, r"mask\[1\]\[1\] must be an id, got None"),
+        ([[1.5]], None, r"mask\[0\]\[0\] must be an id, got 1.5"),
+        (
+            {"token_ids": [1, 2], "offsets": [0, None]},
+            None,
+            r"offsets\[1\] must be an id, got None",
+        ),
+        ([[1], [2, 3]], [[0.0], [0.0, None]], r"logprobs\[1\]\[1\] must be a float, got None"),
+        ([[1], [2]], [{1: 0.0}, {2: None}], r"logprobs\[1\] must hold .*, got None for 2"),
+        ([[3]], [{"3": {"rank": 1}}], r"logprobs\[0\] must hold .*, got None for '3'"),
+        ([[3]], [{"x": 0.0}], r"logprobs\[0\] must hold .*, got 0.0 for 'x'"),
         ([[1, 1]], [{1: 0.0}], "ids must be unique in a REPLAY row, got 1 twice in row 0"),
         ([[1, -1]], None, r"rows\[0\]: ids must be in \[0, 2\*\*31\), got -1"),
     ],
@@ -396,6 +416,71 @@ def test_rows_of_another_request_are_refused():
     assert token in kept
     with pytest.raises(ValueError, match=r"of row 0 has log-probability -inf"):
         Support.from_sglang(meta)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "output_token_logprobs",
+            None,
+            r"output_token_logprobs\[2\] must be \(logprob, id, text\)",
+        ),
+        ("output_token_logprobs", (-1.0,), r"\[2\] must be \(logprob, id, text\), got \(-1.0,\)"),
+        ("output_token_logprobs", 7.0, r"output_token_logprobs\[2\] must be .*, got 7.0"),
+        (
+            "output_token_logprobs",
+            (None, 0, ""),
+            r"output_token_logprobs\[2\]\[0\] must be a float",
+        ),
+        ("output_top_logprobs", [None], r"output_top_logprobs\[2\]\[0\] must be .*, got None"),
+        (
+            "output_top_logprobs",
+            [(None, 1, "")],
+            r"output_top_logprobs\[2\]\[0\]\[0\] must be a float",
+        ),
+        ("output_token_sampling_mask", None, r"mask\[2\] must be a list of ids, got None"),
+    ],
+)
+def test_fields_that_sglang_left_empty_are_named(name, value, message):
+    meta = sglang_meta(REQUEST)
+    if name == "output_token_logprobs" and isinstance(value, tuple) and value[0] is None:
+        value = (None, int(REQUEST.sampled[2]), "")
+    meta[name][2] = value
+    with pytest.raises(ValueError, match=message):
+        Support.from_sglang(meta)
+
+
+@pytest.mark.parametrize("support_mode", [False, True])
+def test_a_sampled_token_outside_its_kept_set_is_refused(support_mode):
+    meta = sglang_meta(REQUEST, support_mode=support_mode)
+    outside = int((~REQUEST.kept[4]).nonzero()[0])
+    meta["output_token_logprobs"][4] = (meta["output_token_logprobs"][4][0], outside, "?")
+    width = len(REQUEST.mask()[4])
+    message = rf"output_token_logprobs\[4\] must be .* token {outside}, .* row \({width} ids\) does"
+    with pytest.raises(ValueError, match=message):
+        Support.from_sglang(meta)
+
+
+def test_a_kept_mass_above_one_is_refused():
+    """Over the kept set a token is at least as likely as over the vocabulary."""
+    for below, fits in ((0.9e-3, True), (1.1e-3, False), (1.0, False)):
+        meta = sglang_meta(REQUEST)
+        raw, token, text = meta["output_token_logprobs"][4]
+        meta["output_token_sampling_logprobs"][4] = raw - below
+        if fits:
+            Support.from_sglang(meta)
+            continue
+        with pytest.raises(
+            ValueError, match=r"output_token_sampling_logprobs\[4\] must be at least"
+        ):
+            Support.from_sglang(meta)
+    for raw in (-math.inf, NAN):
+        meta["output_token_logprobs"][4] = (raw, token, text)
+        with pytest.raises(
+            ValueError, match=r"output_token_sampling_logprobs\[4\] must be at least"
+        ):
+            Support.from_sglang(meta)
 
 
 # --- from the engine to the gradient ---

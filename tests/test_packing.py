@@ -120,6 +120,17 @@ def test_wrong_inputs_of_pack(ids, logprobs, message):
         pack_entries(ids, logprobs)
 
 
+def test_lists_are_named():
+    ids, logprobs = torch.tensor([1]), torch.zeros(1)
+    for call, name in [
+        (lambda: pack_entries([1], logprobs), "ids"),
+        (lambda: pack_entries(ids, [0.0]), "logprobs"),
+        (lambda: unpack_entries([1]), "packed"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{name} must be a tensor, got list$"):
+            call()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.float32, torch.bool])
 def test_wrong_dtype_of_unpack(dtype):
     with pytest.raises(ValueError, match=f"packed must be int64, got {dtype}"):

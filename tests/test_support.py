@@ -344,9 +344,18 @@ def test_malformed_rows_are_refused():
         (([1, 2], [0.0]), r"rows\[1\]: logprobs .*must be \[2\] as ids, got \[1\]"),
         (([1], [0.0], [True, False]), r"rows\[1\]: .* must be \[1\] .* torch.bool \[2\]"),
         (([1], [0.0], [1]), r"rows\[1\]: .*known \(bool\) .* torch.int64 \[1\]"),
+        ("ab", r"rows\[1\] must be \(ids, logprobs\).* got 'ab'"),
+        (("ab", None), r"rows\[1\]: ids must be numbers, got 'ab'"),
+        (([1, None], [0.0, 0.0]), r"rows\[1\]: ids must be numbers, got None in position 1"),
+        (([1, 2], [-0.5, None]), r"rows\[1\]: logprobs must be numbers, got None in position 1"),
+        (([1, 2], "ab"), r"rows\[1\]: logprobs must be numbers, got 'ab'"),
+        (([1], [0.0], [None]), r"rows\[1\]: known must be numbers, got None in position 0"),
+        (([1j], [0.0]), r"rows\[1\]: ids must be integers \[K\], got torch.complex64 \[1\]"),
     ]:
         with refused(message):
             Support.from_rows([good, row, good])
+    with refused("rows must be a sequence of rows, got 5"):
+        Support.from_rows(5)
 
 
 @pytest.mark.parametrize(
@@ -363,6 +372,13 @@ def test_malformed_rows_are_refused():
         ({"kind": 256}, "kind must be a RowKind .* got 256 in row 0"),
         ({"tail_mass": [0.0]}, r"tail_mass must be one value or one a row \[2\], got \(1,\)"),
         ({"tail_mass": torch.zeros(2, 1)}, r"tail_mass must be .* got \(2, 1\)"),
+        ({"kind": "REPLAY"}, "kind must be numbers, got 'REPLAY'"),
+        ({"kind": [1, "HEAD"]}, "kind must be numbers, got 'HEAD' in row 1"),
+        ({"kind": None}, "kind must be numbers, got None"),
+        ({"kind": torch.tensor([1, 200], dtype=torch.uint8)}, "kind must .* got 200 in row 1"),
+        ({"tail_mass": [0.0, None]}, "tail_mass must be numbers, got None in row 1"),
+        ({"tail_mass": "x"}, "tail_mass must be numbers, got 'x'"),
+        ({"tail_mass": 1j}, "tail_mass must convert to torch.float32, got torch.complex64"),
         ({"tail_mass": [True, False]}, "tail_mass must convert to torch.float32, got torch.bool"),
         ({"kind": [1, 0]}, "ids must be empty in a row of kind NONE, got 1 in row 1"),
         ({"kind": [-1, 1]}, "ids must be empty in a row of kind FAILED, got 1 in row 0"),
@@ -400,6 +416,22 @@ def test_malformed_wire_rows_are_refused(packed, counts, message):
         Support.from_packed(packed, torch.tensor(counts))
 
 
+def test_lists_where_tensors_are_needed_are_named():
+    ids, logprobs = torch.tensor([[1], [2]]), torch.zeros(2, 1)
+    packed, counts = pack_entries(ids[:, 0], logprobs[:, 0]), torch.tensor([1, 1])
+    for make, name in [
+        (lambda: Support.from_padded(ids.tolist(), logprobs), "ids"),
+        (lambda: Support.from_padded(ids, logprobs.tolist()), "logprobs"),
+        (lambda: Support.from_packed(packed.tolist(), counts), "packed"),
+        (lambda: Support.from_packed(packed, [1, 1]), "counts"),
+        *[(lambda n=n: Support(**fields(**{n: fields()[n].tolist()})), n) for n in fields()],
+    ]:
+        with refused(f"^{name} must be a tensor, got list$"):
+            make()
+    with refused(r"^supports\[1\] must be a Support, got list$"):
+        Support.cat([Support.empty(1), [1]])
+
+
 def test_packed_and_counts_on_two_devices_are_refused():
     with refused("packed and counts must be on one device, got meta, cpu"):
         Support.from_packed(
@@ -413,6 +445,8 @@ def test_packed_and_counts_on_two_devices_are_refused():
         (torch.tensor([1, 2]), torch.zeros(2), r"ids must be integers \[..., K\], got torch.int64"),
         (torch.zeros(1, 2), torch.zeros(1, 2), r"ids must be integers .*, got torch.float32"),
         (torch.zeros(1, 2).bool(), torch.zeros(1, 2), "ids must be integers .*, got torch.bool"),
+        (torch.zeros(1, 2).cfloat(), None, "ids must be integers .*, got torch.complex64"),
+        (torch.tensor([[1]]), torch.zeros(1, 1, device="meta"), "logprobs must be on cpu .* meta"),
         (torch.tensor([[1, 2]]), torch.zeros(1, 3), r"logprobs must .* \(1, 2\), got \(1, 3\)"),
         (torch.tensor([[1], [-2]]), torch.zeros(2, 1), "ids must .*, got -2 in row 1"),
         (torch.tensor([[1], [2**31]]), torch.zeros(2, 1), f"ids must .*, got {2**31} in row 1"),
@@ -433,6 +467,8 @@ def test_a_wrong_slice_or_selection_is_refused():
         ([0, 4], r"rows must be in \[0, 4\), got 4 at position 1"),
         ([1, 2, -1], r"rows must be in \[0, 4\), got -1 at position 2"),
         ([0.0], r"rows must be row numbers \[M\], got torch.float32 \(1,\)"),
+        ([0, None], "rows must be numbers, got None in position 1"),
+        (torch.tensor([1j]), r"rows must be row numbers \[M\], got torch.complex64"),
         (torch.tensor([[0]]), r"rows must be row numbers \[M\], got torch.int64 \(1, 1\)"),
         (torch.tensor([True, False]), r"rows must be a mask \[4\], got \(2,\)"),
     ]:
@@ -440,6 +476,48 @@ def test_a_wrong_slice_or_selection_is_refused():
             support.select(rows)
     with refused("supports must be on one device, got .'cpu', 'meta'."):
         Support.cat([support, support.to("meta")])
+
+
+SMALL = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_row_numbers_and_counts_of_every_integer_dtype(dtype):
+    """Torch takes a uint8 index for a mask, and refuses int8 and int16 ones."""
+    rows = mixed_rows(6)
+    for picks in ([1, 1, 0, 5, 0, 1], [4, 2]):
+        chosen = build(rows).select(torch.tensor(picks, dtype=dtype))
+        assert_rows(chosen, [rows[i] for i in picks])
+    ids = torch.arange(200)
+    packed = pack_entries(ids, torch.full((200,), -math.log(200)))
+    many = torch.tensor([100, 0, 100], dtype=dtype)
+    assert Support.from_packed(packed, many).offsets.tolist() == [0, 100, 100, 200]
+
+
+def test_uint8_255_is_neither_padding_nor_a_failed_row():
+    ids = torch.tensor([[255, 3], [7, 255]], dtype=torch.uint8)
+    support = Support.from_padded(ids, torch.full((2, 2), math.log(0.5)))
+    assert support.ids.tolist() == [255, 3, 7, 255]
+    assert support.offsets.tolist() == [0, 2, 4]
+    packed = pack_entries(torch.arange(256), torch.full((256,), -math.log(256)))
+    support = Support.from_packed(packed, torch.tensor([255, 1], dtype=torch.uint8))
+    assert support.offsets.tolist() == [0, 255, 256]
+    assert support.kind.tolist() == [REPLAY, REPLAY]
+
+
+@pytest.mark.parametrize("tail_mass", [None, [0.0, 0.5]])
+def test_the_evidence_has_no_gradient(tail_mass):
+    logprobs = torch.tensor([[-0.5, -1.0], [-0.7, -0.7]], requires_grad=True)
+    if tail_mass is not None:
+        tail_mass = torch.tensor(tail_mass, requires_grad=True)
+    ids = torch.tensor([[1, 2], [3, 4]])
+    for support in (
+        Support.from_padded(ids, logprobs, tail_mass=tail_mass),
+        Support.from_rows(list(zip(ids, logprobs, strict=True)), tail_mass=tail_mass),
+    ):
+        assert support.sampler_logprobs.tolist() == logprobs.flatten().tolist()
+        assert not support.sampler_logprobs.requires_grad
+        assert not support.sampler_tail_mass.requires_grad
 
 
 def test_it_is_immutable():

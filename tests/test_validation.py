@@ -299,6 +299,80 @@ def test_uniform_rows_are_told_from_short_ones():
     kept.validate(torch.tensor([7]), vocab)
 
 
+def uniform_row(width, start=0):
+    return list(range(start, start + width)), [-math.log(width)] * width
+
+
+PEAKED = (list(range(9)), log(0.6, *[0.05] * 8))
+
+
+def test_an_engine_without_weights_behind_top_k():
+    """FAULTS 21: every wide kept set is uniform, at -log of its own width and not of V."""
+    vocab = 151936
+    rows = [uniform_row(40), None, uniform_row(9), uniform_row(3), ([7], [0.0])]
+    kinds = [REPLAY, NONE, REPLAY, REPLAY, REPLAY]
+    support, labels = Support.from_rows(rows, kinds), torch.tensor([5, 5, 8, 0, 7])
+    with refused(
+        r"REPLAY row of more than 8 known ids are uniform .* -log 40 = -3.6889 in row 0: has the"
+    ):
+        support.validate(labels, vocab)
+    off = torch.tensor([False, True, True, True, True])
+    with refused(r"-log 9 = -2.1972 in row 2: has the engine loaded its weights"):
+        support.validate(labels, vocab, active=off)
+    # Half of the ids known: they stand at -log of the whole kept set.
+    ids, logprobs = uniform_row(40)
+    half = Support.from_rows([(ids, [*logprobs[:20], *[NAN] * 20])])
+    with refused("-log 40 = -3.6889 in row 0"):
+        half.validate(labels[:1], vocab)
+
+
+def test_a_uniform_row_among_others_is_honest():
+    vocab = 151936
+    mixed = Support.from_rows([uniform_row(40), PEAKED, uniform_row(9)])
+    mixed.validate(torch.tensor([5, 5, 5]), vocab)
+    with refused("-log 9 = -2.1972 in row 2"):
+        mixed.validate(torch.tensor([5] * 3), vocab, active=torch.tensor([False, False, True]))
+    # Narrow rows, other kinds, and rows of which little is known say nothing.
+    ids, logprobs = uniform_row(12)
+    for row, kind in [
+        (uniform_row(8), REPLAY),
+        ((ids, logprobs), HEAD),
+        ((ids, logprobs), DRAWS),
+        ((ids, [*logprobs[:8], *[NAN] * 4]), REPLAY),
+        ((ids, None), REPLAY),
+    ]:
+        Support.from_rows([row], kind).validate(torch.tensor([5]), vocab)
+    near = [*logprobs[:11], logprobs[11] + 1e-4]
+    Support.from_rows([(ids, near)]).validate(torch.tensor([5]), vocab)
+
+
+def test_inference_logprobs_that_all_are_minus_log_v():
+    vocab = 151936
+    support, labels = Support.from_rows([PEAKED, None, ([5, 6], None)]), torch.tensor([5, 5, 5])
+    reported = torch.full((3,), -math.log(vocab))
+    active = torch.tensor([False, True, True])
+    with refused(
+        r"inference_logprobs of all active rows are -log V = -11.9312, from row 1 on: has the"
+    ):
+        support.validate(labels, vocab, active=active, inference_logprobs=reported)
+    support.validate(labels, 9, active, torch.full((3,), -math.log(8)))
+    with refused("-log V = -2.1972, from row 1 on"):
+        support.validate(labels, 9, active, torch.full((3,), -math.log(9)))
+    # Honest: one row, another value among them, a vocabulary of a few ids, no row at all.
+    one = torch.tensor([False, True, False])
+    support.validate(labels, vocab, one, reported)
+    support.validate(labels, vocab, active, reported + torch.tensor([0, 0, 1e-3]))
+    empty = Support.empty(3)
+    empty.validate(labels, 8, active, torch.full((3,), -math.log(8)))
+    support.validate(labels, vocab, torch.zeros(3, dtype=torch.bool), reported)
+
+
+def test_a_vocabulary_of_one_id_is_always_uniform():
+    rows = [([0], [0.0]), ([0], [0.0]), ([0, 0, 0], [0.0] * 3), None]
+    support = Support.from_rows(rows, [REPLAY, HEAD, DRAWS, NONE])
+    support.validate(torch.zeros(4).long(), 1, inference_logprobs=torch.zeros(4))
+
+
 # --- the arguments themselves ---
 
 
@@ -320,12 +394,28 @@ def test_arguments_that_do_not_fit():
         ((labels[:6], V), r"labels must have 7 rows, got \(6,\)"),
         ((labels, V, on[:3]), r"active must have 7 rows, got \(3,\)"),
         ((labels, V, on, reported[None, :5]), r"inference_logprobs must have 7 rows, got \(1, 5\)"),
+        ((labels.tolist(), V), "^labels must be a tensor, got list$"),
+        ((labels, V, on.tolist()), "^active must be a tensor, got list$"),
+        ((labels, V, on, reported.tolist()), "^inference_logprobs must be a tensor, got list$"),
+        ((None, V), "^labels must be a tensor, got NoneType$"),
+        ((labels, None), "vocab_size must be an int of at least 1, got None"),
+        ((labels, 12.0), "vocab_size must be an int of at least 1, got 12.0"),
+        ((labels, 0), "vocab_size must be an int of at least 1, got 0"),
         ((labels.float(), V), "labels must be integers, got torch.float32"),
         ((on, V), "labels must be integers, got torch.bool"),
         ((labels, V, on.int()), "active must be bool, got torch.int32"),
     ]:
         with refused(message):
             support.validate(*arguments)
+
+
+def test_small_labels_do_not_wrap_around():
+    support = Support.empty(1)
+    with refused(r"labels\[0\] is 200, outside \[0, 150\)"):
+        support.validate(torch.tensor([200], dtype=torch.uint8), 150)
+    for vocab in (256, 300, 70_000):
+        support.validate(torch.tensor([200], dtype=torch.uint8), vocab)
+        support.validate(torch.tensor([100], dtype=torch.int8), vocab)
 
 
 def test_nothing_is_changed():

@@ -1,0 +1,232 @@
+"""From what callers hold - Python rows, wire entries, padded ids - to the columns of a support."""
+
+import math
+from collections.abc import Iterable, Mapping
+from reprlib import repr as short
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from rl_loss.arguments import is_integral, numbers, require_tensor
+from rl_loss.csr import HostFacts, RowKind, first_row, rows_of_entries
+from rl_loss.packing import unpack_entries
+
+
+class Columns(NamedTuple):
+    """The entries of N rows, one row after another, and what is said of each row."""
+
+    ids: Tensor  # [nnz] int32
+    logprobs: Tensor  # [nnz] float32
+    known: Tensor  # [nnz] bool
+    counts: Tensor  # [N] int64 entries
+    kind: Tensor  # [N] int8
+
+
+# --- one form each ---
+
+
+def read_rows(rows: Iterable[Any], kind: Any) -> Columns:
+    """See `Support.from_rows`."""
+    try:
+        rows = list(rows)
+    except TypeError as error:
+        raise ValueError(f"rows must be a sequence of rows, got {short(rows)}") from error
+    kind = per_row("kind", kind, len(rows), torch.int8, "cpu").clone()
+    parts = [_row_tensors(f"rows[{i}]", row) for i, row in enumerate(rows)]
+    for i, row in enumerate(rows):
+        if row is None and kind[i] != RowKind.FAILED:
+            kind[i] = RowKind.NONE
+    counts = torch.tensor([len(ids) for ids, _, _ in parts], dtype=torch.int64)
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    ids, logprobs, known = columns or _row_tensors("rows", None)
+    return Columns(ids, logprobs, known, counts, kind)
+
+
+def _row_tensors(name: str, row: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if row is None:
+        row = ((), ())
+    if not isinstance(row, (tuple, list)) or len(row) not in (2, 3):
+        raise ValueError(
+            f"{name} must be (ids, logprobs), (ids, logprobs, known) or None, got {short(row)}"
+        )
+    ids = numbers(f"{name}: ids", row[0]).cpu()
+    if ids.numel() == 0:
+        ids = ids.reshape(0).to(torch.int64)  # torch takes an empty list for float32
+    if ids.dim() != 1 or not is_integral(ids):
+        raise ValueError(f"{name}: ids must be integers [K], got {ids.dtype} {list(ids.shape)}")
+    ids = ids.to(torch.int64)
+    bad = _outside_int32(ids)
+    if bad.any():
+        raise ValueError(f"{name}: ids must be in [0, 2**31), got {int(ids[first_row(bad)])}")
+    if row[1] is None:
+        logprobs = torch.full(ids.shape, math.nan)
+    else:
+        logprobs = numbers(f"{name}: logprobs", row[1], torch.float32).cpu()
+    known = ~logprobs.isnan() if len(row) == 2 else numbers(f"{name}: known", row[2]).cpu()
+    if known.numel() == 0:
+        known = known.to(torch.bool)
+    if logprobs.shape != ids.shape or known.shape != ids.shape or known.dtype != torch.bool:
+        raise ValueError(
+            f"{name}: logprobs and known (bool) must be {list(ids.shape)} as ids, got "
+            f"{list(logprobs.shape)} and {known.dtype} {list(known.shape)}"
+        )
+    return ids.to(torch.int32), logprobs, known
+
+
+def read_packed(packed: Tensor, counts: Tensor, kind: Any) -> Columns:
+    """See `Support.from_packed`."""
+    if require_tensor("packed", packed).dim() != 1:
+        raise ValueError(f"packed must be [nnz], got {tuple(packed.shape)}")
+    if require_tensor("counts", counts).dim() != 1 or not is_integral(counts):
+        raise ValueError(f"counts must be integers [N], got {counts.dtype} {tuple(counts.shape)}")
+    if packed.device != counts.device:
+        raise ValueError(
+            f"packed and counts must be on one device, got {packed.device}, {counts.device}"
+        )
+    counts = counts.to(torch.int64)  # a uint8 255 would compare equal to -1
+    kind = per_row("kind", kind, len(counts), torch.int8, packed.device)
+    kind = torch.where(counts == -1, int(RowKind.FAILED), kind).to(torch.int8)
+    bad = (counts < -1).cpu()
+    if bad.any():
+        row = first_row(bad)
+        raise ValueError(f"counts must be -1 or more, got {int(counts[row])} in row {row}")
+    ids, logprobs = unpack_entries(packed)
+    return Columns(ids, logprobs, ~logprobs.isnan(), counts.clamp(min=0), kind)
+
+
+def read_padded(ids: Tensor, logprobs: Tensor | None, kind: Any) -> Columns:
+    """See `Support.from_padded`."""
+    if require_tensor("ids", ids).dim() < 2 or not is_integral(ids):
+        raise ValueError(f"ids must be integers [..., K], got {ids.dtype} {tuple(ids.shape)}")
+    if logprobs is None:
+        logprobs = torch.full(ids.shape, math.nan, device=ids.device)
+    if require_tensor("logprobs", logprobs).shape != ids.shape:
+        raise ValueError(
+            f"logprobs must have the shape of ids {tuple(ids.shape)}, got {tuple(logprobs.shape)}"
+        )
+    if logprobs.device != ids.device:
+        raise ValueError(f"logprobs must be on {ids.device} as ids, got {logprobs.device}")
+    ids = rearrange(ids.to(torch.int64), "... k -> (...) k")  # a uint8 255 would be padding
+    logprobs = rearrange(logprobs, "... k -> (...) k")
+    held = ids != -1
+    kind = per_row("kind", kind, len(ids), torch.int8, ids.device)
+    tokens, logprobs = ids[held], logprobs[held].float()
+    bad = _outside_int32(tokens).cpu()
+    if bad.any():
+        at = first_row(bad)
+        raise ValueError(
+            f"ids must be in [0, 2**31), or -1 at padding, got {int(tokens[at])} "
+            f"in row {int(held.nonzero()[at, 0])}"
+        )
+    return Columns(tokens.to(torch.int32), logprobs, ~logprobs.isnan(), held.sum(-1), kind)
+
+
+def _outside_int32(ids: Tensor) -> Tensor:
+    """Where int64 ids are no ids: negative, or too large for int32."""
+    return (ids < 0) | (ids > 2**31 - 1)
+
+
+# --- what every form has ---
+
+
+def per_row(name: str, value: Any, n: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """One value or one a row, as a tensor `[n]` without gradient."""
+    tensor = numbers(name, value, place="row").detach()
+    if tensor.numel() == 0:
+        tensor = tensor.to(dtype)  # torch takes an empty list for float32
+    if not is_integral(tensor) and not (dtype.is_floating_point and tensor.is_floating_point()):
+        raise ValueError(f"{name} must convert to {dtype}, got {tensor.dtype}")
+    if tensor.dim() == 0:
+        tensor = tensor.expand(n)
+    if tensor.shape != (n,):
+        raise ValueError(f"{name} must be one value or one a row [{n}], got {tuple(tensor.shape)}")
+    if dtype == torch.int8 and tensor.dtype != dtype:
+        _check_kind(tensor.cpu().to(torch.int64))  # before the conversion, which wraps around
+    return tensor.to(device, dtype).contiguous()
+
+
+def default_tail_mass(columns: Columns, offsets: Tensor) -> Tensor:
+    """`[N]` float64: 0 on complete REPLAY and on DRAWS rows, else what q leaves over."""
+    ids, logprobs, known, counts, kind = columns
+    rows = rows_of_entries(offsets, len(ids))
+    zeros = torch.zeros(len(counts), dtype=torch.float64, device=ids.device)
+    q = torch.where(known, logprobs.double().exp(), 0.0)
+    missing = (1 - zeros.index_add(0, rows, q)).clamp(min=0)
+    unknown = zeros.index_add(0, rows, (~known).double())
+    whole = (kind == RowKind.DRAWS) | ((kind == RowKind.REPLAY) & (unknown == 0))
+    return torch.where(whole & (counts > 0), 0.0, missing)
+
+
+# --- checks of a support's own fields ---
+
+
+def check_form(fields: Mapping[str, Tensor]) -> None:
+    """Refuses fields of a wrong type, dtype, shape or device, and offsets that do not fit."""
+    for name, tensor in fields.items():
+        require_tensor(name, tensor)
+    nnz, n, device = fields["ids"].numel(), fields["kind"].numel(), fields["ids"].device
+    wanted = {
+        "ids": (torch.int32, (nnz,)),
+        "sampler_logprobs": (torch.float32, (nnz,)),
+        "known": (torch.bool, (nnz,)),
+        "kind": (torch.int8, (n,)),
+        "offsets": (torch.int64, (n + 1,)),
+        "sampler_tail_mass": (torch.float32, (n,)),
+    }
+    for name, (dtype, shape) in wanted.items():
+        tensor = fields[name]
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise ValueError(
+                f"{name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
+            )
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+    offsets = fields["offsets"].cpu()
+    if offsets[0] != 0 or offsets[-1] != nnz:
+        raise ValueError(
+            f"offsets must run from 0 to nnz = {nnz}, got {int(offsets[0])} to {int(offsets[-1])}"
+        )
+    falling = offsets.diff() < 0
+    if falling.any():
+        row = first_row(falling)
+        raise ValueError(
+            f"offsets must not fall, got {int(offsets[row])}, {int(offsets[row + 1])} in row {row}"
+        )
+
+
+def check_ids(ids: Tensor, host: HostFacts) -> None:
+    """Refuses unknown kinds, and ids that their row's kind does not allow (host tensors)."""
+    kind, widths = host.kind, host.offsets.diff()
+    _check_kind(kind)
+    bad = (kind <= RowKind.NONE) & (widths > 0)
+    if bad.any():
+        row = first_row(bad)
+        raise ValueError(
+            f"ids must be empty in a row of kind {RowKind(int(kind[row])).name}, "
+            f"got {int(widths[row])} in row {row}"
+        )
+    rows = rows_of_entries(host.offsets, len(ids))
+    if (ids < 0).any():
+        at = first_row(ids < 0)
+        raise ValueError(f"ids must not be negative, got {int(ids[at])} in row {int(rows[at])}")
+    unique = (kind == RowKind.REPLAY) | (kind == RowKind.HEAD)
+    # Rows in ascending order are seen to be unique without a sort.
+    order = (ids[1:] <= ids[:-1]) & (rows[1:] == rows[:-1]) & unique[rows[1:]]
+    if order.any():
+        keys = (rows << 31 | ids)[unique[rows]].sort().values
+        twice = keys[1:] == keys[:-1]
+        if twice.any():
+            key = int(keys[first_row(twice)])
+            raise ValueError(
+                f"ids must be unique in a {RowKind(int(kind[key >> 31])).name} row, "
+                f"got {key & 0x7FFFFFFF} twice in row {key >> 31}"
+            )
+
+
+def _check_kind(kind: Tensor) -> None:
+    bad = (kind < RowKind.FAILED) | (kind > RowKind.DRAWS)
+    if bad.any():
+        row = first_row(bad)
+        raise ValueError(f"kind must be a RowKind (-1 to 3), got {int(kind[row])} in row {row}")
