@@ -9,15 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rl_loss.evidence import Evidence, score
+from rl_loss.evidence import Evidence
 from rl_loss.weighting import Rule
 
 
 class Centering(NamedTuple):
-    """The expected score of every row."""
+    """The expected score of every row: what to multiply each `grad log p` with."""
 
-    term: Tensor  # [N] no value, the gradient of mu
-    l1: Tensor  # [N] the L1 norm of that gradient by the row's logits, on rows with known q
+    entries: Tensor  # [E]
+    tails: Tensor  # [N]
+    l1: Tensor  # [N] the L1 norm of grad mu by the row's logits, on rows with known q
     inexact: Tensor  # [N] bool: the tail's model may differ from the rule token by token
 
 
@@ -26,20 +27,18 @@ def expected_score(rule: Rule, evidence: Evidence) -> Centering:
 
     On DRAWS rows of M draws `grad mu = mean of sg(w) grad log p` instead.
     """
-    log_p, log_q = evidence.log_p.detach(), evidence.log_q
+    log_p, log_q = evidence.log_p, evidence.log_q
     share = torch.where(
-        evidence.at(evidence.drawn), 1 / evidence.at(evidence.size).clamp(min=1), log_q.exp()
+        evidence.at(evidence.drawn), evidence.at(1 / evidence.size.clamp(min=1)), log_q.exp()
     )
-    coefficient = torch.where(evidence.valid, share * rule.weigh(log_p, log_q).weight, 0.0)
-    tail = evidence.log_p_tail.detach(), evidence.log_q_tail
-    tail_coefficient = torch.where(
-        evidence.has_tail, evidence.q_tail * rule.tail(*tail).weight, 0.0
-    )
-    total = evidence.sum(coefficient) + tail_coefficient
-    on_logits = torch.where(evidence.valid, coefficient - log_p.exp() * evidence.at(total), 0.0)
+    entries = torch.where(evidence.valid, share * rule.weigh(log_p, log_q).weight, 0.0)
+    tail = evidence.log_p_tail, evidence.log_q_tail
+    tails = torch.where(evidence.has_tail, evidence.q_tail * rule.tail(*tail).weight, 0.0)
+    total = evidence.sum(entries) + tails
+    on_logits = torch.where(evidence.valid, entries - log_p.exp() * evidence.at(total), 0.0)
     return Centering(
-        term=evidence.sum(coefficient * score(evidence.log_p))
-        + tail_coefficient * score(evidence.log_p_tail),
-        l1=evidence.sum(on_logits.abs()) + (tail_coefficient - evidence.p_tail * total).abs(),
+        entries=entries,
+        tails=tails,
+        l1=evidence.sum(on_logits.abs()) + (tails - evidence.p_tail * total).abs(),
         inexact=evidence.has_tail & rule.inexact(*tail),
     )

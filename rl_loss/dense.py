@@ -10,7 +10,9 @@ from rl_loss.head_rows import HeadRows
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
 from rl_loss.support import RowKind
 
-_CHUNK = 2**24  # the most logits that are held at a time
+# The most logits that are held at a time; a GPU wants larger products.
+_CHUNK = 2**24
+_CHUNK_CUDA = 2**28
 _VOCAB_BLOCK = 8192  # weight rows that are converted to the accumulation dtype at a time
 
 
@@ -117,32 +119,64 @@ def dense_bwd(
         dz *= transform.derivative(z, rows.inv_temperature[some, None])
         if d_bias is not None:
             d_bias += dz.sum(0)
-        d_rows = None if d_hidden is None else torch.zeros_like(d_hidden[some])
-        h = hidden[some].to(dz)
-        for block, part in _vocab_blocks(weight, dz.dtype):
-            if d_rows is not None:
-                d_rows += dz[:, block] @ part
-            if d_weight is not None:
-                d_weight[block].addmm_(dz[:, block].T, h)
-        if d_hidden is not None and d_rows is not None:
-            d_hidden[some] += d_rows
+        if d_hidden is not None:
+            d_hidden[some] += _product(dz, weight)
+        if d_weight is not None:
+            _add_product(d_weight, dz, hidden[some])
 
 
 def _chunks(place: Tensor, n: int, vocab_size: int) -> Iterator[tuple[slice, slice]]:
     """Runs of rows with at most `_CHUNK` logits, and the run of entries in each."""
-    step = max(1, _CHUNK // max(1, vocab_size))
+    most = _CHUNK_CUDA if place.is_cuda else _CHUNK
+    step = max(1, most // max(1, vocab_size))
     starts = torch.arange(0, n + step, step, device=place.device).clamp(max=n)
     bounds = torch.searchsorted(place, starts).tolist()
     for i, start in enumerate(range(0, n, step)):
         yield slice(start, min(start + step, n)), slice(bounds[i], bounds[i + 1])
 
 
-def _vocab_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The weight in the accumulation dtype, whole if it has it already, else block by block."""
-    step = len(weight) if weight.dtype == dtype else _VOCAB_BLOCK
-    for start in range(0, len(weight), step):
-        block = slice(start, min(start + step, len(weight)))
-        yield block, weight[block].to(dtype)
+# --- products with a result in the accumulation dtype, whatever the inputs' ---
+
+
+def _on_tensor_cores(a: Tensor, b: Tensor) -> bool:
+    """Whether one matrix product takes these as they are and adds up in float32."""
+    low = (torch.bfloat16, torch.float16)
+    return a.is_cuda and a.dtype == b.dtype and a.dtype in low
+
+
+def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The tensor in `dtype`: whole if it has it already, else block by block of its rows."""
+    step = max(1, len(tensor) if tensor.dtype == dtype else _VOCAB_BLOCK)
+    for start in range(0, len(tensor), step):
+        block = slice(start, min(start + step, len(tensor)))
+        yield block, tensor[block].to(dtype)
+
+
+def _transposed_product(a: Tensor, weight: Tensor) -> Tensor:
+    """`a [R, H] @ weight.T [H, V]`."""
+    if _on_tensor_cores(a, weight):
+        return torch.mm(a, weight.T, out_dtype=torch.float32)
+    dtype = accumulation_dtype(a, weight)
+    a = a.to(dtype)
+    return torch.cat([a @ part.T for _, part in _blocks(weight, dtype)], 1)
+
+
+def _product(dz: Tensor, weight: Tensor) -> Tensor:
+    """`dz [R, V] @ weight [V, H]`; on tensor cores `dz` is rounded to the weight's dtype."""
+    if _on_tensor_cores(weight, weight):
+        return torch.mm(dz.to(weight.dtype), weight, out_dtype=torch.float32)
+    out = dz.new_zeros(len(dz), weight.shape[1])
+    for block, part in _blocks(weight, dz.dtype):
+        out += dz[:, block] @ part
+    return out
+
+
+def _add_product(total: Tensor, dz: Tensor, h: Tensor) -> None:
+    """Adds `dz.T [V, R] @ h [R, H]` to `total`; rounded as in `_product`."""
+    if _on_tensor_cores(h, h):
+        total += torch.mm(dz.T.to(h.dtype), h, out_dtype=torch.float32)
+    else:
+        total.addmm_(dz.T, h.to(dz.dtype))
 
 
 def _logits(
@@ -153,6 +187,5 @@ def _logits(
     chosen: Tensor,
     transform: LogitTransform,
 ) -> Tensor:
-    h = hidden[chosen].to(accumulation_dtype(hidden, weight))
-    raw = torch.cat([h @ part.T for _, part in _vocab_blocks(weight, h.dtype)], 1)
+    raw = _transposed_product(hidden[chosen], weight)
     return transform(raw, bias, rows.inv_temperature[chosen, None])

@@ -15,42 +15,39 @@ from rl_loss.support import TOLERANCE, RowKind, first_row, rows_of_entries
 _NONE, _REPLAY, _HEAD, _DRAWS = (int(kind) for kind in list(RowKind)[1:])
 
 
-def score(logprobs: Tensor) -> Tensor:
-    """`log p - sg(log p)`: no value, the gradient of log p."""
-    return logprobs - logprobs.detach()
-
-
 @dataclass(frozen=True)
 class Tokens:
-    """The N rows of a loss; outside `mask` every value is 0."""
+    """The N rows of a loss, detached; outside `mask` every value is 0."""
 
     mask: Tensor  # [N] bool
-    log_p: Tensor  # [N] with gradient
+    log_p: Tensor  # [N]
     log_q: Tensor  # [N]
     advantages: Tensor  # [N]
     weights: Tensor  # [N] W
 
     @property
     def log_ratio(self) -> Tensor:
-        return self.log_p.detach() - self.log_q
+        return self.log_p - self.log_q
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The E support entries of these rows; where not `valid` every value is 0."""
+    """The E support entries of these rows, detached; where not `valid` every value is 0."""
 
     valid: Tensor  # [E] bool
-    log_p: Tensor  # [E] with gradient
+    log_p: Tensor  # [E]
     log_q: Tensor  # [E]
     rows: Tensor | None  # [E] each entry's row; None where entries are padded [N, K]
     kind: Tensor  # [N] int8
+    size: Tensor  # [N] the number of valid entries
     usable: Tensor  # [N] bool: a loss row of which some entry is valid
-    log_p_tail: Tensor  # [N] with gradient, 0 where p puts nothing outside the known ids
+    log_p_tail: Tensor  # [N], 0 where p puts nothing outside the known ids
     log_q_tail: Tensor  # [N], 0 where q puts nothing there
     has_tail: Tensor  # [N] bool: both put some mass there
     q_tail: Tensor  # [N]
     p_tail: Tensor  # [N]
     bad: Tensor  # [N] bool: loss rows with evidence that no number may come of
+    tail_given: bool  # else log_p_tail was computed from the known ids
 
     @property
     def modelled(self) -> Tensor:
@@ -67,12 +64,7 @@ class Evidence:
 
     def at(self, values: Tensor) -> Tensor:
         """`[N]` to `[E]`."""
-        return _at(values, self.rows, len(self.valid))
-
-    @property
-    def size(self) -> Tensor:
-        """The number of valid entries, `[N]`."""
-        return self.sum(self.valid.to(self.log_q.dtype))
+        return to_entries(values, self.rows, len(self.valid))
 
 
 def _sum(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
@@ -81,7 +73,7 @@ def _sum(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
     return segment_sum(values, rows, n)
 
 
-def _at(values: Tensor, rows: Tensor | None, n_entries: int) -> Tensor:
+def to_entries(values: Tensor, rows: Tensor | None, n_entries: int) -> Tensor:
     if rows is None:
         return repeat(values, "n -> (n k)", k=n_entries // max(1, len(values)))
     return values[rows]
@@ -106,16 +98,16 @@ def read_tokens(inputs: Any) -> Tokens:
             )
         if value.device != mask.device:
             raise ValueError(f"{name} must be on {mask.device} as loss_mask, got {value.device}")
-        return torch.where(mask, value.to(dtype), 0.0).reshape(-1)
+        return torch.where(mask, value.detach().to(dtype), 0.0).reshape(-1)
 
     weights = getattr(inputs, "loss_weights", None)
     weights = torch.ones_like(mask, dtype=dtype) if weights is None else weights
     return Tokens(
         mask=mask.reshape(-1),
         log_p=read("trainer_logprobs", log_p),
-        log_q=read("inference_logprobs", inputs.inference_logprobs.detach()),
-        advantages=read("advantages", inputs.advantages.detach()),
-        weights=read("loss_weights", weights.detach()),
+        log_q=read("inference_logprobs", inputs.inference_logprobs),
+        advantages=read("advantages", inputs.advantages),
+        weights=read("loss_weights", weights),
     )
 
 
@@ -146,25 +138,25 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     kind, mass = _kind_and_mass(inputs, n, dtype, device)
     kind = torch.where(tokens.mask, kind, _NONE)
     valid = valid.reshape(-1)
-    valid = valid & _at(tokens.mask & (kind > _NONE), rows, len(valid))
-    log_p = torch.where(valid, log_p.reshape(-1).to(dtype), 0.0)
+    valid = valid & to_entries(tokens.mask & (kind > _NONE), rows, len(valid))
+    log_p = torch.where(valid, log_p.detach().reshape(-1).to(dtype), 0.0)
     log_q = torch.where(valid, log_q.detach().reshape(-1).to(dtype), 0.0)
-    usable = _sum(valid.to(dtype), rows, n) > 0
+    size = _sum(valid.to(dtype), rows, n)
+    usable = size > 0
     modelled = usable & (kind != _DRAWS)
     q_tail = torch.zeros(n, dtype=dtype, device=device) if mass is None else mass
     q_tail = torch.where(modelled, q_tail, 0.0)
     wanted = modelled & ((q_tail > 0) | (kind == _HEAD))
     log_p_tail = _trainer_tail(inputs, log_p, valid, rows, wanted)
-    # An inactive or absent tail is replaced before any arithmetic, so that it has no gradient.
-    some = modelled & (log_p_tail.detach() > -torch.inf)
-    p_tail = torch.where(some, log_p_tail.detach(), -torch.inf).exp()
+    some = modelled & (log_p_tail > -torch.inf)
+    p_tail = torch.where(some, log_p_tail, -torch.inf).exp()
     has_tail = some & (q_tail > 0)
     total = q_tail + _sum(torch.where(valid, log_q.exp(), 0.0), rows, n)
-    wrong = valid & ~(log_q.isfinite() & (log_q <= TOLERANCE) & log_p.detach().isfinite())
+    wrong = valid & ~(log_q.isfinite() & (log_q <= TOLERANCE) & log_p.isfinite())
     if rows is not None:  # in padded rows an entry without q cannot be told from padding
-        wrong |= ~valid & _at(kind == _DRAWS, rows, len(valid))
+        wrong |= ~valid & to_entries(kind == _DRAWS, rows, len(valid))
     bad = (kind < _NONE) | (kind > _DRAWS) | (_sum(wrong.to(dtype), rows, n) > 0)
-    bad |= modelled & (log_p_tail.detach().isnan() | ~(q_tail >= -TOLERANCE))
+    bad |= modelled & (log_p_tail.isnan() | ~(q_tail >= -TOLERANCE))
     bad |= modelled & ~((total - 1).abs() <= TOLERANCE)
     return Evidence(
         valid=valid,
@@ -172,6 +164,7 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
         log_q=log_q,
         rows=rows,
         kind=kind,
+        size=size,
         usable=usable,
         log_p_tail=torch.where(some, log_p_tail, 0.0),
         log_q_tail=torch.where(q_tail > 0, q_tail, 1.0).log(),
@@ -179,6 +172,7 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
         q_tail=q_tail.clamp(min=0),
         p_tail=p_tail,
         bad=bad,
+        tail_given=getattr(inputs, "trainer_tail_logprobs", None) is not None,
     )
 
 
@@ -239,18 +233,14 @@ def _kind_and_mass(
 def _trainer_tail(
     inputs: Any, log_p: Tensor, valid: Tensor, rows: Tensor | None, wanted: Tensor
 ) -> Tensor:
-    """`log p_tail`, `[N]`: as given, or from the known ids where nothing was given.
-
-    The latter is the published form of the correction: its gradient,
-    `-sum(p_v grad log p_v) / p_tail`, subtracts `alpha * p_v` from each known id.
-    """
+    """`log p_tail`, `[N]`: as given, or from the known ids where nothing was given."""
     given = getattr(inputs, "trainer_tail_logprobs", None)
     if given is not None:
         if given.numel() != len(wanted):
             raise ValueError(
                 f"trainer_tail_logprobs must have {len(wanted)} rows, got {tuple(given.shape)}"
             )
-        return given.reshape(-1).to(log_p.dtype)
+        return given.detach().reshape(-1).to(log_p.dtype)
     rest = 1 - _sum(torch.where(valid, log_p.exp(), 0.0), rows, len(wanted))
-    some = wanted & (rest.detach() > 8 * torch.finfo(log_p.dtype).eps)
+    some = wanted & (rest > 8 * torch.finfo(log_p.dtype).eps)
     return torch.where(some, torch.where(some, rest, 1.0).log(), -torch.inf)

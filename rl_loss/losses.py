@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_loss.centering import expected_score
-from rl_loss.evidence import read_evidence, read_tokens, score
+from rl_loss.evidence import read_evidence, read_tokens, to_entries
 from rl_loss.host import host_sees
 from rl_loss.metrics import Metrics, MetricTable, centering_metrics, token_metrics
 from rl_loss.sampler_kl import Direction, sampler_kl
@@ -238,30 +239,87 @@ def _loss(
             raise ValueError(
                 f"{name} must be finite{', at least 0' * (name == 'kl_tau')}, got {factor}"
             )
-    tokens = read_tokens(inputs)
-    evidence = read_evidence(inputs, tokens)
-    table = MetricTable()
-    weight, kept = rule.weigh(tokens.log_p.detach(), tokens.log_q)
-    token_metrics(table, tokens, kept)
-    value = tokens.log_p.detach() if isinstance(rule, Reinforce) else weight
-    objective = value + weight * score(tokens.log_p)
-    centering = expected_score(rule, evidence)
-    centering_metrics(table, tokens, evidence, centering)
-    if score_centering:
-        objective = objective - centering.term
-    per_token = -adv_tau * tokens.advantages * tokens.weights * objective
-    divergence = torch.zeros_like(tokens.log_q)
-    if kl_tau != 0:
-        divergence = sampler_kl(kl, tokens, evidence)
-        per_token = per_token + kl_tau * tokens.weights * divergence
-    table.mean("sampler_kl", divergence.detach(), tokens.mask & (kl_tau != 0))
-    # What is bad is NaN in value and in gradient; the others get 0 of both.
-    bad = evidence.bad | ~(tokens.log_p.detach().isfinite() & tokens.log_q.isfinite())
-    poison = torch.where(bad, torch.nan, 0.0).to(per_token.dtype)
-    per_token = torch.where(tokens.mask, per_token + poison * tokens.log_p, 0.0)
+    with torch.no_grad():
+        tokens = read_tokens(inputs)
+        evidence = read_evidence(inputs, tokens)
+        table = MetricTable()
+        weight, kept = rule.weigh(tokens.log_p, tokens.log_q)
+        token_metrics(table, tokens, kept)
+        centering = expected_score(rule, evidence)
+        centering_metrics(table, tokens, evidence, centering)
+        scale = -adv_tau * tokens.advantages * tokens.weights
+        value = scale * (tokens.log_p if isinstance(rule, Reinforce) else weight)
+        d_tokens = scale * weight
+        d_entries: Tensor | None = None
+        d_tails: Tensor | None = None
+        if score_centering:
+            d_entries = -evidence.at(scale) * centering.entries
+            d_tails = -scale * centering.tails
+        divergence = torch.zeros_like(tokens.log_q)
+        if kl_tau != 0:
+            shares = kl_tau * tokens.weights
+            kl_rows = sampler_kl(kl, tokens, evidence)
+            divergence = kl_rows.value
+            value = value + shares * divergence
+            d_tokens = d_tokens + shares * kl_rows.tokens
+            d_entries = _plus(d_entries, kl_rows.entries, evidence.at(shares))
+            d_tails = _plus(d_tails, kl_rows.tails, shares)
+        table.mean("sampler_kl", divergence, tokens.mask & (kl_tau != 0))
+        if d_entries is not None and d_tails is not None and not evidence.tail_given:
+            # log p_tail came of the known ids: `grad = -sum(p_v grad log p_v) / p_tail`, which
+            # is the published form's `alpha * p_v` taken from each of them.
+            share = torch.where(evidence.p_tail > 0, d_tails / evidence.p_tail, 0.0)
+            d_entries = d_entries - evidence.at(share) * evidence.log_p.exp() * evidence.valid
+        metrics, counts = table.reduce()
+        # What is bad is NaN in value and in gradient.
+        bad = evidence.bad | ~(tokens.log_p.isfinite() & tokens.log_q.isfinite())
+        value = torch.where(bad, torch.nan, value)
+        d_tokens = torch.where(bad, torch.nan, d_tokens)
+    per_token = _PerToken.apply(
+        inputs.trainer_logprobs,
+        getattr(inputs, "trainer_support_logprobs", None),
+        getattr(inputs, "trainer_tail_logprobs", None),
+        value,
+        d_tokens,
+        d_entries,
+        d_tails,
+        evidence.rows,
+    )
     return LossOutputs(
         loss=per_token.sum(),
-        metrics=table.values,
-        metric_counts=table.counts,
+        metrics=metrics,
+        metric_counts=counts,
         per_token_loss=per_token.reshape(inputs.loss_mask.shape),
     )
+
+
+def _plus(total: Tensor | None, slope: Tensor | None, factor: Tensor) -> Tensor | None:
+    if slope is None:
+        return total
+    return factor * slope if total is None else total + factor * slope
+
+
+class _PerToken(torch.autograd.Function):
+    """Values whose gradient is specified apart: slopes by each log-probability."""
+
+    @staticmethod
+    def forward(ctx, log_p, support_log_p, tail_log_p, value, d_tokens, d_entries, d_tails, rows):
+        ctx.save_for_backward(d_tokens, d_entries, d_tails, rows)
+        ctx.like = [
+            None if t is None else (t.shape, t.dtype) for t in (log_p, support_log_p, tail_log_p)
+        ]
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        d_tokens, d_entries, d_tails, rows = ctx.saved_tensors
+        grads = []
+        for i, slopes in enumerate((d_tokens, d_entries, d_tails)):
+            if slopes is None or ctx.like[i] is None or not ctx.needs_input_grad[i]:
+                grads.append(None)
+                continue
+            shape, dtype = ctx.like[i]
+            up = to_entries(upstream, rows, len(slopes)) if i == 1 else upstream
+            grads.append((up * slopes).to(dtype).reshape(shape))
+        return *grads, None, None, None, None, None

@@ -13,45 +13,55 @@ Metrics = dict[str, Tensor]
 
 
 class MetricTable:
-    """Collects 0-dim values and counts without a sync; a mean over nothing is 0."""
+    """Collects values `[N]` and reduces them all at once, without a sync; over nothing: 0."""
 
     def __init__(self) -> None:
-        self.values: Metrics = {}
-        self.counts: Metrics = {}
+        self._means: dict[str, tuple[Tensor, Tensor]] = {}
+        self._maxima: dict[str, tuple[Tensor, Tensor]] = {}
 
     def mean(self, name: str, values: Tensor, where: Tensor) -> None:
-        count = where.sum()
-        total = torch.where(where, values, 0.0).sum()
-        self.values[name] = total / count.clamp(min=1)
-        self.counts[name] = count
+        self._means[name] = values, where
 
     def max(self, name: str, values: Tensor, where: Tensor) -> None:
-        top = torch.where(where, values, 0.0)
-        # One 0 more, so that no row at all gives 0 as well.
-        self.values[name] = torch.cat([top, top.new_zeros(1)]).max()
-        self.counts[name] = where.sum()
+        """Of values that are at least 0."""
+        self._maxima[name] = values, where
+
+    def reduce(self) -> tuple[Metrics, Metrics]:
+        """Values and counts, 0-dim each."""
+        columns = [*self._means.values(), *self._maxima.values()]
+        dtype = torch.float64 if columns[0][0].dtype == torch.float64 else torch.float32
+        where = torch.stack([where for _, where in columns])
+        values = torch.stack([values.to(dtype) for values, _ in columns])
+        values = torch.where(where, values, 0.0)
+        counts, n = where.sum(1), len(self._means)
+        means = values[:n].sum(1) / counts[:n].clamp(min=1)
+        zero = values.new_zeros(len(self._maxima), 1)
+        maxima = torch.cat([values[n:], zero], 1).amax(1)
+        names = [*self._means, *self._maxima]
+        found = zip(names, [*means.unbind(), *maxima.unbind()], strict=True)
+        return dict(found), dict(zip(names, counts.unbind(), strict=True))
 
 
 def token_metrics(table: MetricTable, tokens: Tokens, kept: Tensor) -> None:
     """Mismatch between trainer and sampler on the sampled tokens."""
     mask, log_ratio = tokens.mask, tokens.log_ratio
     x = log_ratio.clamp(max=LOG_RATIO_MAX)
-    mismatch = x.expm1() - x
+    mismatch, ratio = x.expm1() - x, x.exp()
     table.mean("mismatch_kl", mismatch, mask)
     table.mean("masked_mismatch_kl", mismatch, mask & ~kept)
     table.mean("unmasked_mismatch_kl", mismatch, mask & kept)
-    table.mean("is_masked", (~kept).to(x.dtype), mask)
-    table.mean("importance_ratio_mean", x.exp(), mask)
-    table.max("importance_ratio_max", x.exp(), mask)
-    table.mean("log_ratio_clipped", (log_ratio > LOG_RATIO_MAX).to(x.dtype), mask)
+    table.mean("is_masked", ~kept, mask)
+    table.mean("importance_ratio_mean", ratio, mask)
+    table.max("importance_ratio_max", ratio, mask)
+    table.mean("log_ratio_clipped", log_ratio > LOG_RATIO_MAX, mask)
 
 
 def centering_metrics(
     table: MetricTable, tokens: Tokens, evidence: Evidence, centering: Centering
 ) -> None:
     """What the evidence is worth; all but `uncentered` over the rows with known q."""
-    known, zero = evidence.modelled, torch.zeros_like(evidence.q_tail)
-    p, q = evidence.log_p.detach().exp(), evidence.log_q.exp()
+    known = evidence.modelled
+    p, q = evidence.log_p.exp(), evidence.log_q.exp()
     gap = evidence.sum(torch.where(evidence.valid, (p - q).abs(), 0.0))
     values = {
         "support_size": evidence.size,
@@ -59,9 +69,9 @@ def centering_metrics(
         "tail_mass": evidence.q_tail,
         "mask_tv": (gap + (evidence.p_tail - evidence.q_tail).abs()) / 2,
         "correction_l1": centering.l1,
-        "tail_inexact": centering.inexact.to(zero.dtype),
+        "tail_inexact": centering.inexact,
     }
-    table.mean("score_centering/uncentered", (~evidence.usable).to(zero.dtype), tokens.mask)
+    table.mean("score_centering/uncentered", ~evidence.usable, tokens.mask)
     for name, value in values.items():
         table.mean(f"score_centering/{name}", value, known)
 

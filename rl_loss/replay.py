@@ -65,7 +65,7 @@ def replay_rows(
         support.plan.tiles,
         *options,
     )
-    return *out[:4], out[4].view(torch.bool)
+    return out[:5]
 
 
 class _Replay(torch.autograd.Function):
@@ -352,7 +352,7 @@ def _(hidden, weight, bias, labels, temperatures, active, ids, known, offsets, k
         entries,
         torch.empty_like(rows),
         hidden.new_empty(n if entropy else 0, dtype=acc),
-        hidden.new_empty(nnz, dtype=torch.uint8),
+        hidden.new_empty(nnz, dtype=torch.bool),
         torch.empty_like(rows),
         hidden.new_empty(n, dtype=torch.uint8),
     )

@@ -294,7 +294,7 @@ class GatheredRows(NamedTuple):
     support_logprobs: Tensor  # [nnz]
     tail_logprobs: Tensor  # [N]
     entropy: Tensor  # [N], empty where not asked for
-    valid: Tensor  # [nnz] uint8
+    valid: Tensor  # [nnz] bool
     lse: Tensor  # [N]
     state: Tensor  # [N] uint8: 0 read, 1 broken, 2 not read
 
@@ -351,7 +351,7 @@ def gathered_rows_fwd(
     support_logprobs = new(len(ids), dtype=acc)
     logprobs, tails, lse = new(n, dtype=acc), new(n, dtype=acc), new(n, dtype=acc)
     entropy = new(n if want_entropy else 0, dtype=acc)
-    valid, state = new(len(ids), dtype=torch.uint8), new(n, dtype=torch.uint8)
+    valid, state = new(len(ids), dtype=torch.bool), new(n, dtype=torch.uint8)
     flags = None if active is None else active.view(torch.uint8)
     common = {"HAS_ACTIVE": active is not None, "PER_ROW": per_row, "ACC": _ACC[acc]}
     t = (temperature, 1.0) if per_row else (None, float(temperature))
@@ -392,7 +392,7 @@ def gathered_rows_fwd(
             tails,
             entropy,
             lse,
-            valid,
+            valid.view(torch.uint8),
             state,
             t[1],
             len(weight),

@@ -174,7 +174,7 @@ def id_bounds(ids: Tensor, vocab_size: int) -> Tensor:
 def use_hot_ids(hidden: Tensor, grad: Tensor) -> bool:
     """Whether the dense product pays: bfloat16 states, and more entries than launches cost."""
     low = hidden.dtype == torch.bfloat16 and grad.dtype == torch.float32
-    return low and len(grad) >= 2**18
+    return low and len(grad) >= 2**16
 
 
 def hot_product(
