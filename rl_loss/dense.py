@@ -139,9 +139,11 @@ def _chunks(place: Tensor, n: int, vocab_size: int) -> Iterator[tuple[slice, sli
 
 
 def _on_tensor_cores(a: Tensor, b: Tensor) -> bool:
-    """Whether one matrix product takes these as they are and adds up in float32."""
-    low = (torch.bfloat16, torch.float16)
-    return a.is_cuda and a.dtype == b.dtype and a.dtype in low
+    """Whether one matrix product takes these as they are and adds up in float32.
+
+    Not float16: a gradient of 1e-6 is no number there.
+    """
+    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16
 
 
 def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -133,20 +133,16 @@ def _product_kernel(
 
 
 @triton.jit
-def _add_up_kernel(
-    out, base, parts, hot_ids, H, so,
+def _write_kernel(
+    out, base, grads, hot_ids, H, so,
     HAS_BASE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HOT: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     o = tl.load(hot_ids + slot)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = columns < tl.where(o >= 0, H, 0)
-    total = tl.zeros([BLOCK_H], dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts + (split * HOT + slot) * H + columns, mask=inside, other=0.0)
+    total = tl.load(grads + slot * H + columns, mask=inside, other=0.0)
     if HAS_BASE:
         total += tl.load(base + o * H + columns, mask=inside, other=0.0)
     tl.store(out + o * so + columns, total, mask=inside)
@@ -157,7 +153,7 @@ class HotIds(NamedTuple):
 
     slots: Tensor  # [V] int32, -1 where an id is not hot
     ids: Tensor  # [HOT] int64, -1 where a slot is not used
-    parts: Tensor  # [SPLITS, HOT, H] float32
+    grads: Tensor  # [HOT, H] float32
 
 
 def id_bounds(ids: Tensor, vocab_size: int) -> Tensor:
@@ -204,13 +200,12 @@ def hot_product(
         triton.cdiv(triton.cdiv(n, _SPLITS), 64) * 64,
         HOT=HOT, BLOCK_M=block, BLOCK_H=128, BLOCK_N=64, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return HotIds(slots, hot_ids, parts)
+    return HotIds(slots, hot_ids, parts.sum(0))
 
 
 def write_hot_rows(hot: HotIds, out: Tensor, base: Tensor | None) -> None:
-    """Adds up the parts, and `base` `[V, H]`, into the hot rows of `out` `[V, H]`."""
+    """Writes the hot rows of `out` `[V, H]`, `base` `[V, H]` added before the rounding."""
     h = out.shape[1]
-    _add_up_kernel[(len(hot.ids), triton.cdiv(h, 1024))](
-        out, base, hot.parts, hot.ids, h, out.stride(0),
-        HAS_BASE=base is not None, SPLITS=_SPLITS, HOT=len(hot.ids), BLOCK_H=1024,
+    _write_kernel[(len(hot.ids), triton.cdiv(h, 1024))](
+        out, base, hot.grads, hot.ids, h, out.stride(0), HAS_BASE=base is not None, BLOCK_H=1024
     )  # fmt: skip
