@@ -310,7 +310,8 @@ def _width_block(max_width: int) -> dict[str, int]:
 
 def _logits_shape(h: int, max_width: int) -> dict[str, int | bool]:
     """The block of the logits kernel: weight rows at a time and columns held in registers."""
-    block = min(max(triton.next_power_of_2(h), 16), 4096)
+    # At least 256 columns: narrower, the threads of a warp would hold the same values twice.
+    block = min(max(triton.next_power_of_2(h), 256), 4096)
     # Measured at H 2048: one warp and two rows are best once rows are wide (benchmarks/NOTES.md).
     rows, warps = (8, 4) if max_width <= 16 else (2, 1)
     scale = max(1, block // 2048)
