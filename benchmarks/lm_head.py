@@ -6,6 +6,7 @@ a policy loss with score centering sends back. Errors are against float64 of the
 """
 
 import argparse
+import json
 from collections.abc import Callable
 
 import torch
@@ -192,32 +193,35 @@ def show(key: str, table: dict) -> None:
     Console(width=150).print(printed)
 
 
-def draw(name: str, tables: dict[str, dict]) -> None:
+def draw(name: str) -> None:
+    """Draws `results/<name>.json` beside it."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    tables = result["tables"]
     width = min(len(tables), 4)
     height = -(-len(tables) // width)
     figure, axes = plt.subplots(height, width, figsize=(5.4 * width, 3.0 * height), squeeze=False)
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()
     for axis, (work, table) in zip(axes.flat, tables.items(), strict=False):
-        rows = [row for row in table["rows"][::-1] if not row.note]
-        times = [row.gpu_ms or row.both_ms for row in rows]
-        colors = ["#c8553d" if row.name.startswith("rl_loss") else "#4878a8" for row in rows]
-        bars = axis.barh([row.name for row in rows], times, color=colors)
+        rows = [row for row in table["rows"][::-1] if not row["note"]]
+        times = [row["gpu_ms"] or row["both_ms"] for row in rows]
+        names = [row["name"] for row in rows]
+        colors = ["#c8553d" if name.startswith("rl_loss") else "#4878a8" for name in names]
+        bars = axis.barh(names, times, color=colors)
         axis.bar_label(bars, [f"{t:.3g} ms" for t in times], padding=3, fontsize=8)
         axis.set_xscale("log")
         axis.set_xlim(right=max(times) * 5)
         axis.set_title(f"{work}: {table['shape']}, {table['dtype']}", fontsize=7)
         axis.tick_params(labelsize=8)
-    facts = environment()
-    what = "kernel" if torch.cuda.is_available() else "wall"
+    what = "kernel" if rows[0]["gpu_ms"] else "wall"
     figure.suptitle(
-        f"forward and backward, {what} time, log scale; {facts['device']}, torch {facts['torch']}, "
-        f"{facts['date']}",
+        f"forward and backward, {what} time, log scale; {result['device']}, "
+        f"torch {result['torch']}, {result['date']}, commit {result['commit']}",
         fontsize=9,
     )
     figure.tight_layout()
@@ -244,7 +248,7 @@ def main() -> None:
         if options.save:
             write(options.save, tables)
     if options.save:
-        draw(options.save, tables)
+        draw(options.save)
         print(f"written: results/{options.save}.json and .png")
 
 

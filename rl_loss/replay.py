@@ -307,7 +307,6 @@ def replay_grads(
             flags=state,
             # A row of four times the mean width would keep its one program busy for too long.
             heavy=max(128, 4 << (len(ids) // max(1, len(hidden))).bit_length()),
-            heavy_shape={"BLOCK_H": 64, "R": 64},
         )
     if not (need[1] or need[2]):
         return d_hidden, d_weight, d_bias
