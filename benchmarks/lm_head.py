@@ -199,6 +199,7 @@ def draw(name: str) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     result = json.loads((RESULTS / f"{name}.json").read_text())
     tables = result["tables"]
@@ -215,13 +216,14 @@ def draw(name: str) -> None:
         bars = axis.barh(names, times, color=colors)
         axis.bar_label(bars, [f"{t:.3g} ms" for t in times], padding=3, fontsize=8)
         axis.set_xscale("log")
-        axis.set_xlim(right=max(times) * 5)
-        axis.set_title(f"{work}: {table['shape']}, {table['dtype']}", fontsize=7)
+        axis.set_xlim(min(times) / 3, max(times) * 5)
+        axis.set_title(f"{work}: V {table['shape'].partition(', V ')[2]}", fontsize=8)
         axis.tick_params(labelsize=8)
-    what = "kernel" if rows[0]["gpu_ms"] else "wall"
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    what = f"{table['dtype']}, {'kernel' if rows[0]['gpu_ms'] else 'wall'} time, log scale"
     figure.suptitle(
-        f"forward and backward, {what} time, log scale; {result['device']}, "
-        f"torch {result['torch']}, {result['date']}, commit {result['commit']}",
+        f"LM head, forward and backward, {what}; {result['device']}, torch {result['torch']}, "
+        f"{result['date']}, commit {result['commit']}",
         fontsize=9,
     )
     figure.tight_layout()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_loss.head_rows import HeadRows
+from rl_loss.host import launching_on
 from rl_loss.logits import LogitTransform
 from rl_loss.support import Support
 
@@ -111,23 +112,24 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from rl_loss.kernels.gathered import gathered_rows_fwd
 
-    return gathered_rows_fwd(
-        hidden,
-        weight,
-        bias,
-        labels,
-        temperature if temperatures is None else temperatures,
-        active,
-        ids,
-        known,
-        offsets,
-        kind,
-        tiles,
-        max_width,
-        softcap,
-        scale,
-        entropy,
-    )
+    with launching_on(hidden):
+        return gathered_rows_fwd(
+            hidden,
+            weight,
+            bias,
+            labels,
+            temperature if temperatures is None else temperatures,
+            active,
+            ids,
+            known,
+            offsets,
+            kind,
+            tiles,
+            max_width,
+            softcap,
+            scale,
+            entropy,
+        )
 
 
 def _backward(
@@ -164,21 +166,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from rl_loss.kernels.gathered import GatheredRows
 
-    d_hidden, d_weight, d_bias = replay_grads(
-        GatheredRows(logprobs, support_logprobs, tails, entropies, valid, lse, state),
-        hidden,
-        weight,
-        labels,
-        temperature if temperatures is None else temperatures,
-        ids,
-        known,
-        offsets,
-        max_width,
-        softcap,
-        scale,
-        (d_logprobs, d_support_logprobs, d_tails, d_entropy if entropy else None),
-        (need_hidden, need_weight, need_bias),
-    )
+    with launching_on(hidden):
+        d_hidden, d_weight, d_bias = replay_grads(
+            GatheredRows(logprobs, support_logprobs, tails, entropies, valid, lse, state),
+            hidden,
+            weight,
+            labels,
+            temperature if temperatures is None else temperatures,
+            ids,
+            known,
+            offsets,
+            max_width,
+            softcap,
+            scale,
+            (d_logprobs, d_support_logprobs, d_tails, d_entropy if entropy else None),
+            (need_hidden, need_weight, need_bias),
+        )
     return d_hidden, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
 
 
@@ -208,16 +211,17 @@ class KernelRows:
             support.kind,
         )
         self.transform = transform.softcap or 0.0, transform.scale
-        self.saved = gathered_rows_fwd(
-            hidden,
-            weight,
-            bias,
-            *self.rows,
-            support.plan.tiles,
-            support.plan.max_width,
-            *self.transform,
-            want_entropy,
-        )
+        with launching_on(hidden):
+            self.saved = gathered_rows_fwd(
+                hidden,
+                weight,
+                bias,
+                *self.rows,
+                support.plan.tiles,
+                support.plan.max_width,
+                *self.transform,
+                want_entropy,
+            )
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`[N]`, `[nnz]`, `[N]`, `[N]`, 0 for the rows that are not REPLAY."""
@@ -239,21 +243,22 @@ class KernelRows:
     ) -> list[Tensor | None]:
         """The gradients of hidden, weight and bias, those of `into` added before the rounding."""
         labels, temperature, _, ids, known, offsets, _ = self.rows
-        d_hidden, d_weight, d_bias = replay_grads(
-            self.saved,
-            hidden,
-            weight,
-            labels,
-            temperature,
-            ids,
-            known,
-            offsets,
-            rows.support.plan.max_width,
-            *self.transform,
-            upstreams if self.entropy else (*upstreams[:3], None),
-            (needs[0], needs[1], needs[2]),
-            bases=(into[0], into[1]),
-        )
+        with launching_on(hidden):
+            d_hidden, d_weight, d_bias = replay_grads(
+                self.saved,
+                hidden,
+                weight,
+                labels,
+                temperature,
+                ids,
+                known,
+                offsets,
+                rows.support.plan.max_width,
+                *self.transform,
+                upstreams if self.entropy else (*upstreams[:3], None),
+                (needs[0], needs[1], needs[2]),
+                bases=(into[0], into[1]),
+            )
         if into[2] is not None:
             d_bias = d_bias + into[2]
         return [
