@@ -205,7 +205,9 @@ def draw(name: str) -> None:
     tables = result["tables"]
     width = min(len(tables), 4)
     height = -(-len(tables) // width)
-    figure, axes = plt.subplots(height, width, figsize=(5.4 * width, 3.0 * height), squeeze=False)
+    figure, axes = plt.subplots(
+        height, width, figsize=(max(8, 5.4 * width), 3.0 * height), squeeze=False
+    )
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()
     for axis, (work, table) in zip(axes.flat, tables.items(), strict=False):
@@ -214,7 +216,12 @@ def draw(name: str) -> None:
         names = [row["name"] for row in rows]
         colors = ["#c8553d" if name.startswith("rl_loss") else "#4878a8" for name in names]
         bars = axis.barh(names, times, color=colors)
-        axis.bar_label(bars, [f"{t:.3g} ms" for t in times], padding=3, fontsize=8)
+        axis.bar_label(
+            bars,
+            [f"{t:.3g} ms" if t < 1e3 else f"{t:.0f} ms" for t in times],
+            padding=3,
+            fontsize=8,
+        )
         axis.set_xscale("log")
         axis.set_xlim(min(times) / 3, max(times) * 5)
         axis.set_title(f"{work}: V {table['shape'].partition(', V ')[2]}", fontsize=8)
@@ -222,7 +229,7 @@ def draw(name: str) -> None:
         axis.xaxis.set_minor_formatter(NullFormatter())
     what = f"{table['dtype']}, {'kernel' if rows[0]['gpu_ms'] else 'wall'} time, log scale"
     figure.suptitle(
-        f"LM head, forward and backward, {what}; {result['device']}, torch {result['torch']}, "
+        f"LM head, forward and backward, {what}\n{result['device']}, torch {result['torch']}, "
         f"{result['date']}, commit {result['commit']}",
         fontsize=9,
     )

@@ -29,22 +29,23 @@ class SparseRows:
         transform: LogitTransform,
         want_entropy: bool,
     ) -> None:
-        chosen, n, support = rows.gathered, len(rows.gathered), rows.support
+        support = rows.support
+        several = support.offsets.diff()[rows.gathered] > 1
+        chosen, single = rows.gathered[several], rows.gathered[~several]
         entries, place = rows.entries(chosen)
-        ids = support.ids[entries]
-        wide = (support.offsets.diff()[chosen] > 1)[place]
-        z = torch.zeros(len(ids), dtype=accumulation_dtype(hidden, weight), device=hidden.device)
-        z[wide] = transform(
-            sampled_products(hidden, weight, chosen[place[wide]], ids[wide]),
-            None if bias is None else bias[ids[wide]],
-            rows.inv_temperature[chosen[place[wide]]],
+        n, at, ids = len(chosen), chosen[place], support.ids[entries]
+        z = transform(
+            sampled_products(hidden, weight, at, ids),
+            None if bias is None else bias[ids],
+            rows.inv_temperature[at],
         )
         logp = z - segment_logsumexp(z, place, n)[place]
-        label, unknown = ids == rows.labels[chosen][place], ~support.known[entries]
+        label, unknown = ids == rows.labels[at], ~support.known[entries]
         self.size = len(rows), support.nnz
         self.chosen, self.entries, self.place = chosen, entries, place  # [G], [E], [E]
-        self.ids, self.wide, self.z, self.support_logprobs = ids, wide, z, logp  # [E]
+        self.at, self.ids, self.z, self.support_logprobs = at, ids, z, logp  # [E]
         self.label, self.unknown = label, unknown  # [E]
+        self.single = single, support.known[support.offsets[single]]  # [S], [S]
         self.logprobs = segment_sum(torch.where(label, logp, 0.0), place, n)  # [G]
         self.tail_logprobs = segment_logsumexp(logp[unknown], place[unknown], n)  # [G]
         self.entropy = -segment_sum(p_log_p(logp), place, n) if want_entropy else None
@@ -57,6 +58,8 @@ class SparseRows:
         logprobs[self.chosen] = self.logprobs
         entries[self.entries] = self.support_logprobs
         tails[self.chosen] = self.tail_logprobs
+        single, known = self.single
+        tails[single] = torch.where(known, -torch.inf, 0.0).to(tails.dtype)
         if self.entropy is not None:
             entropy[self.chosen] = self.entropy
         return logprobs, entries, tails, entropy
@@ -74,7 +77,7 @@ class SparseRows:
     ) -> list[Tensor | None]:
         """The gradients of hidden, weight and bias, those of `into` added before the rounding."""
         grad = self.entry_grads(rows, transform, *upstreams)
-        at, ids = self.chosen[self.place], self.ids
+        at, ids = self.at, self.ids
         grads: list[Tensor | None] = [None, None, None]
         if needs[0]:
             grads[0] = scattered_products(grad, weight, at, ids, len(hidden), ordered=True)
@@ -102,23 +105,21 @@ class SparseRows:
         With `u` an entry's upstream, the label's and its share of the tail's included,
         `dz_v = u_v - p_v * sum(u) - d_entropy * p_v * (log p_v + entropy)`.
         """
-        chosen, place, logp = self.chosen, self.place, self.support_logprobs
+        at, place, logp = self.at, self.place, self.support_logprobs
         u = torch.zeros_like(logp)
         if d_support_logprobs is not None:
             u += d_support_logprobs[self.entries]
         if d_logprobs is not None:
-            u += torch.where(self.label, d_logprobs[chosen][place], 0.0)
+            u += torch.where(self.label, d_logprobs[at], 0.0)
         if d_tail_logprobs is not None:
             tail = torch.where(self.unknown, self.tail_logprobs[place], 0.0)
             share = torch.where(self.unknown, logp - tail, -torch.inf).exp()
-            u += torch.where(self.unknown, share * d_tail_logprobs[chosen][place], 0.0)
+            u += torch.where(self.unknown, share * d_tail_logprobs[at], 0.0)
         p = logp.exp()
-        dz = u - p * segment_sum(u, place, len(chosen))[place]
+        dz = u - p * segment_sum(u, place, len(self.chosen))[place]
         if d_entropy is not None and self.entropy is not None:
-            dz -= (p_log_p(logp) + p * self.entropy[place]) * d_entropy[chosen][place]
-        # A row of one id has no gradient; its logit was not computed and must lend it no slope.
-        slope = transform.derivative(self.z, rows.inv_temperature[chosen][place])
-        return torch.where(self.wide, dz * slope, 0.0)
+            dz -= (p_log_p(logp) + p * self.entropy[place]) * d_entropy[at]
+        return dz * transform.derivative(self.z, rows.inv_temperature[at])
 
 
 # --- the three products of entries (row, id) ---
