@@ -197,6 +197,18 @@ def test_a_fused_head_in_place_of_the_models_own(name):
     assert got == expected
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_without_labels_a_patched_model_is_the_unpatched_one(name):
+    """Its logits, and the text that it generates."""
+    model = make(name)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    logits, text = model(input_ids=TOKENS).logits, model.generate(TOKENS, **options)
+    model.lm_head = FusedLMHead.from_linear(model.lm_head)
+    assert torch.equal(model(input_ids=TOKENS).logits, logits)
+    assert torch.equal(model.generate(TOKENS, **options), text)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_low_precision_models_are_recognised(name, dtype):
