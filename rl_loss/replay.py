@@ -289,7 +289,7 @@ def replay_grads(
     `bases`, `[N, H]` and `[V, H]` in the accumulation dtype, are added before the rounding. The
     weight gradient is allocated last, when what its preparation needed is free again.
     """
-    from rl_loss.kernels.gathered import entry_grads
+    from rl_loss.kernels.entry_grads import entry_grads
     from rl_loss.kernels.hot_ids import hot_product, id_bounds, use_hot_ids, write_hot_rows
     from rl_loss.kernels.scattered import entries_by_id, gathered_sums
 
