@@ -80,7 +80,9 @@ class SparseRows:
         at, ids = self.at, self.ids
         grads: list[Tensor | None] = [None, None, None]
         if needs[0]:
-            grads[0] = scattered_products(grad, weight, at, ids, len(hidden), ordered=True)
+            d_hidden = scattered_products(grad, weight, at, ids, len(hidden), ordered=True)
+            d_hidden[self._lost(rows, *upstreams)] = torch.nan
+            grads[0] = d_hidden
         if needs[1]:
             grads[1] = scattered_products(grad, hidden, ids, at, len(weight), ordered=False)
         if needs[2] and bias is not None:
@@ -90,6 +92,24 @@ class SparseRows:
             if total is not None and tensor is not None:
                 grads[i] = (total if more is None else total.add_(more)).to(tensor.dtype)
         return grads
+
+    def _lost(
+        self,
+        rows: HeadRows,
+        d_logprobs: Tensor | None,
+        d_support_logprobs: Tensor | None,
+        d_tail_logprobs: Tensor | None,
+        d_entropy: Tensor | None,
+    ) -> Tensor:
+        """Rows of one id have no gradient, but what is NaN upstream must not end there."""
+        single, _ = self.single
+        nan = torch.zeros_like(single, dtype=torch.bool)
+        for upstream in (d_logprobs, d_tail_logprobs, d_entropy):
+            if upstream is not None:
+                nan |= upstream[single].isnan()
+        if d_support_logprobs is not None:
+            nan |= d_support_logprobs[rows.support.offsets[single]].isnan()
+        return single[nan]
 
     def entry_grads(
         self,

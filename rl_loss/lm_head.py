@@ -272,7 +272,7 @@ class _FusedLMHead(torch.autograd.Function):
         for tensor, need in zip(inputs, needs, strict=True):
             # Nothing over the vocabulary: no accumulator beside the gathered rows' own.
             needed = need and dense_rows > 0
-            into.append(torch.zeros_like(tensor, dtype=dtype) if needed else None)
+            into.append(tensor.new_zeros(tensor.shape, dtype=dtype) if needed else None)
         dense_bwd(ctx.dense, *inputs, rows, transform, *upstreams, *into)
         if ctx.full is not None and d_entropy is not None:
             plain, full = ctx.full

@@ -275,6 +275,9 @@ def _loss(
         bad = evidence.bad | ~(tokens.log_p.isfinite() & tokens.log_q.isfinite())
         value = torch.where(bad, torch.nan, value)
         d_tokens = torch.where(bad, torch.nan, d_tokens)
+        if d_entries is not None and d_tails is not None:
+            d_entries = torch.where(evidence.at(bad), torch.nan, d_entries)
+            d_tails = torch.where(bad, torch.nan, d_tails)
     per_token = _PerToken.apply(
         inputs.trainer_logprobs,
         getattr(inputs, "trainer_support_logprobs", None),

@@ -44,9 +44,10 @@ def replay_rows(
 
     Rows of other kinds, and inactive ones, are 0.
     """
-    per_row = isinstance(temperature, Tensor)
+    # The kernels count rows: whatever has one value a row has to lie row after row.
+    temperatures = temperature.contiguous() if isinstance(temperature, Tensor) else None
     options = ReplayOptions(
-        temperature=1.0 if per_row else float(temperature),
+        temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
         softcap=transform.softcap or 0.0,
         scale=transform.scale,
         max_width=support.plan.max_width,
@@ -56,9 +57,9 @@ def replay_rows(
         hidden,
         weight,
         bias,
-        labels,
-        temperature if per_row else None,
-        active,
+        labels.contiguous(),
+        temperatures,
+        None if active is None else active.contiguous(),
         support.ids,
         support.known,
         support.offsets,
@@ -182,7 +183,7 @@ def _backward(
             (d_logprobs, d_support_logprobs, d_tails, d_entropy if entropy else None),
             (need_hidden, need_weight, need_bias),
         )
-    return d_hidden, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
+    return d_hidden, d_weight, d_bias.to(bias.dtype) if need_bias and bias is not None else d_bias
 
 
 class KernelRows:
@@ -202,9 +203,9 @@ class KernelRows:
         support = rows.support
         self.entropy = want_entropy
         self.rows = (
-            rows.labels,
-            rows.inv_temperature.reciprocal(),
-            rows.active & ~rows.broken,
+            rows.labels.contiguous(),
+            rows.inv_temperature.reciprocal().contiguous(),
+            (rows.active & ~rows.broken).contiguous(),
             support.ids,
             support.known,
             support.offsets,
@@ -293,11 +294,11 @@ def replay_grads(
     from rl_loss.kernels.hot_ids import hot_product, id_bounds, use_hot_ids, write_hot_rows
     from rl_loss.kernels.scattered import entries_by_id, gathered_sums
 
-    grad, rows = entry_grads(
+    grad, rows, flags = entry_grads(
         saved, labels, temperature, ids, known, offsets, max_width, softcap, scale, *upstreams
     )
-    none, state, v = grad.new_empty(0), saved.state, len(weight)
-    d_hidden, d_weight, d_bias = none, none, none
+    v = len(weight)
+    d_hidden, d_weight, d_bias = (grad.new_empty(0) for _ in range(3))
     if need[0]:
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         gathered_sums(
@@ -309,15 +310,15 @@ def replay_grads(
             owners=rows,
             max_entries=max_width,
             base=bases[0],
-            flags=state,
+            flags=flags,
             # A row of four times the mean width would keep its one program busy for too long.
             heavy=max(128, 4 << (len(ids) // max(1, len(hidden))).bit_length()),
         )
     if not (need[1] or need[2]):
         return d_hidden, d_weight, d_bias
     bounds, hot = id_bounds(ids, v), None
-    if need[1] and use_hot_ids(hidden, grad):
-        hot = hot_product(hidden, grad, rows, ids, bounds, state)
+    if need[1] and use_hot_ids(hidden, weight, grad):
+        hot = hot_product(hidden, grad, rows, ids, bounds, saved.state)
     sorted_ids, grad, rows = entries_by_id(ids, grad, rows)
     if need[1]:
         d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -368,9 +369,7 @@ def _(hidden, weight, bias, labels, temperatures, active, ids, known, offsets, k
 @_replay_bwd.register_fake
 def _(hidden, weight, bias, *rest):
     need_hidden, need_weight, need_bias = rest[19:22]
-    none = hidden.new_empty(0)
-    return (
-        torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_hidden else none,
-        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else none,
-        torch.empty_like(bias) if need_bias else none,
+    return tuple(
+        tensor.new_empty(tensor.shape) if needed else hidden.new_empty(0)
+        for tensor, needed in ((hidden, need_hidden), (weight, need_weight), (bias, need_bias))
     )

@@ -96,6 +96,8 @@ class Support:
     def __post_init__(self) -> None:
         if self.host is None:
             check_form({name: getattr(self, name) for name in _FIELDS})
+            for name in _FIELDS:  # the kernels count entries and rows, not strides
+                object.__setattr__(self, name, getattr(self, name).contiguous())
             facts = HostFacts(self.offsets.cpu(), self.kind.cpu(), self._complete().cpu())
             object.__setattr__(self, "host", facts)
             check_ids(self.ids.cpu(), facts)

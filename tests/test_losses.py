@@ -698,6 +698,8 @@ def test_evidence_that_breaks_a_rule_is_nan_in_value_and_gradient():
     assert out.per_token_loss.isnan().nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
     out.per_token_loss.sum().backward()
     assert torch.equal(bad.trainer_logprobs.grad.isnan(), torch.arange(12) < 6)
+    rows = torch.repeat_interleave(torch.arange(12), offsets.diff())
+    assert torch.equal(bad.trainer_support_logprobs.grad.isnan(), rows < 6)
     good = reinforce_loss(inputs)
     assert torch.equal(out.per_token_loss[6:], good.per_token_loss[6:])
 

@@ -26,6 +26,7 @@ def _entry_grads_kernel(
     d_entropy,  # [N]
     grad,  # [nnz] out
     rows,  # [nnz] int32 out: each entry's row
+    flags,  # [N] uint8 out: 1 where the row's hidden gradient is NaN
     T,
     PER_ROW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -40,7 +41,8 @@ def _entry_grads_kernel(
     """The gradient of each raw product of a row, 0 wherever there is none."""
     row = tl.program_id(0).to(tl.int64)
     start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
-    on = (tl.load(state + row) == 0) & (end - start > 1)
+    this = tl.load(state + row)
+    on = (this == 0) | (this == 3)
     label = tl.load(labels + row).to(tl.int64)
     inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
     d_label = tl.zeros([], dtype=ACC)
@@ -67,6 +69,10 @@ def _entry_grads_kernel(
             entry = first + tl.arange(0, BLOCK)
             sums += tl.load(d_support + entry, mask=entry < stop, other=0.0).to(ACC)
         total += tl.sum(sums, axis=0)
+    # A row of one id has no gradient, but what is NaN upstream must not end there.
+    lost = (this == 1) | ((this == 3) & ((total != total) | (d_h != d_h)))
+    tl.store(flags + row, lost.to(tl.uint8))
+    stop = tl.where(this == 0, end, start)
     for first in range(start, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
         held = entry < end
@@ -104,11 +110,12 @@ def entry_grads(
     d_support_logprobs: Tensor | None,  # [nnz]
     d_tail_logprobs: Tensor | None,  # [N]
     d_entropy: Tensor | None,  # [N]
-) -> tuple[Tensor, Tensor]:
-    """The gradient of each entry's raw product `hidden . weight`, and its row: one launch."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of each entry's raw product `hidden . weight`, its row `[nnz]`, and a flag
+    `[N]` for rows whose hidden gradient is NaN: one launch."""
     n, acc = len(labels), saved.logprobs.dtype
     grad = torch.empty_like(saved.support_logprobs)
-    rows = torch.empty_like(ids)
+    rows, flags = torch.empty_like(ids), torch.empty_like(saved.state)
     if acc == torch.float64 and not isinstance(temperature, Tensor):
         temperature = torch.full((n,), temperature, dtype=acc, device=labels.device)
     per_row = isinstance(temperature, Tensor)
@@ -129,6 +136,7 @@ def entry_grads(
             *upstreams,
             grad,
             rows,
+            flags,
             1.0 if per_row else float(temperature),
             PER_ROW=per_row,
             SOFTCAP=softcap,
@@ -140,4 +148,4 @@ def entry_grads(
             ACC=ACC_TYPES[acc],
             **width_block(max_width),
         )
-    return grad, rows
+    return grad, rows, flags

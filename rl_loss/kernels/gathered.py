@@ -1,7 +1,8 @@
 """Kernels of REPLAY rows: the logits of support entries, and what a row makes of them.
 
-Every kernel addresses with int64, reads nothing of an inactive row but its flag, and leaves the
-rows of other kinds at 0. A row that breaks a rule which only the device can see is NaN.
+Every kernel addresses rows and entries with int64, reads nothing of an inactive row but its flag,
+and leaves the rows of other kinds at 0. A row that breaks a rule which only the device can see is
+NaN.
 """
 
 from typing import NamedTuple
@@ -56,6 +57,7 @@ def _logits_kernel(
     SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr,
     PER_ROW: tl.constexpr,
+    FAR: tl.constexpr,
     WHOLE_H: tl.constexpr,
     TILE: tl.constexpr,
     R: tl.constexpr,
@@ -73,6 +75,8 @@ def _logits_kernel(
         end = tl.minimum(tl.load(offsets + row + 1), start + TILE)
         inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
         columns = tl.arange(0, BLOCK_H)
+        if FAR:
+            columns = columns.to(tl.int64)
         h_row = hidden + row * sh0
         h = tl.load(h_row + columns * sh1, mask=columns < H, other=0.0).to(ACC)
         for first in range(start, end, R):
@@ -94,7 +98,7 @@ def _logits_kernel(
                     c = at + columns
                     part = tl.load(h_row + c * sh1, mask=c < H, other=0.0).to(ACC)
                     w = tl.load(
-                        w_rows + c[None, :].to(tl.int64) * sw1,
+                        w_rows + c[None, :] * sw1,
                         mask=held[:, None] & (c < H)[None, :],
                         other=0.0,
                     )
@@ -122,7 +126,7 @@ def _rows_kernel(
     entropy,  # [N] out
     lse,  # [N] out
     valid,  # [nnz] uint8 out
-    state,  # [N] uint8 out: 0 read, 1 broken, 2 not read
+    state,  # [N] uint8 out: 0 computed, 1 broken, 2 not read, 3 of one id
     T,
     V,
     HAS_ACTIVE: tl.constexpr,
@@ -200,7 +204,8 @@ def _rows_kernel(
     tl.store(logprobs + row, tl.where(bad, nan, tl.where(replay, tl.sum(picked, axis=0), 0.0)))
     tl.store(tails + row, tl.where(bad, nan, tl.where(replay, tail, 0.0)))
     tl.store(lse + row, tl.where(replay & several, norm, 0.0))
-    tl.store(state + row, tl.where(bad, 1, tl.where(replay, 0, 2)).to(tl.uint8))
+    read = tl.where(replay, tl.where(several, 0, 3), 2)
+    tl.store(state + row, tl.where(bad, 1, read).to(tl.uint8))
     if ENTROPY:
         tl.store(entropy + row, tl.where(bad, nan, tl.sum(disorder, axis=0)))
 
@@ -214,7 +219,7 @@ class GatheredRows(NamedTuple):
     entropy: Tensor  # [N], empty where not asked for
     valid: Tensor  # [nnz] bool
     lse: Tensor  # [N]
-    state: Tensor  # [N] uint8: 0 read, 1 broken, 2 not read
+    state: Tensor  # [N] uint8: 0 computed, 1 broken, 2 not read, 3 of one id
 
 
 def width_block(max_width: int) -> dict[str, int]:
@@ -272,6 +277,7 @@ def gathered_rows_fwd(
     entropy = new(n if want_entropy else 0, dtype=acc)
     valid, state = new(len(ids), dtype=torch.bool), new(n, dtype=torch.uint8)
     flags = None if active is None else active.view(torch.uint8)
+    bias = None if bias is None else bias.contiguous()
     common = {"HAS_ACTIVE": active is not None, "PER_ROW": per_row, "ACC": ACC_TYPES[acc]}
     t = (temperature, 1.0) if per_row else (None, float(temperature))
     if len(tiles):
@@ -293,6 +299,7 @@ def gathered_rows_fwd(
             HAS_BIAS=bias is not None,
             SOFTCAP=softcap,
             SCALE=scale,
+            FAR=max(hidden.stride(1), weight.stride(1)) * h >= 2**31,
             TILE=TILE,
             **common,
             **{**_logits_shape(h, max_width), **shape},

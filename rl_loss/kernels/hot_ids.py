@@ -3,8 +3,11 @@
 By Zipf's law a few hundred ids hold about half of the entries of a batch. Their gradients are
 laid out as a matrix over all rows and multiplied with the hidden states: a tenth of the cost of
 gathering a hidden row for every entry. Each gradient enters as the sum of two bfloat16 numbers,
-so that the product keeps float32's digits. Nothing is read back to the host: an id is hot if its
-count reaches a bound that a histogram of counts gives.
+16 bits of it, twice as many as the result is rounded to. Nothing is read back to the host: an id
+is hot if its count reaches a bound that a histogram of counts gives.
+
+A hidden row that is not finite, of an active row with a gradient, makes the gradients of all hot
+ids NaN, not of its own ids alone.
 """
 
 from typing import NamedTuple
@@ -17,6 +20,7 @@ from torch import Tensor
 HOT = 384  # ids at most
 _BINS = 64  # of counts, four an octave
 _SPLITS = 4  # runs of rows whose products are added at the end
+_ROWS = 2**15  # laid out at a time: 48 MiB
 
 
 @triton.jit
@@ -73,7 +77,9 @@ def _lay_out_kernel(
     rows,  # [nnz] int32
     ids,  # [nnz] int32
     slots,  # [V] int32
-    matrix,  # [N, 2, HOT] out: 0 before
+    matrix,  # [ROWS, 2, HOT] out: 0 before
+    first_row,
+    n_rows,
     nnz,
     V,
     HOT: tl.constexpr,
@@ -82,13 +88,14 @@ def _lay_out_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(ids + at, mask=at < nnz, other=-1)
     slot = tl.load(slots + v, mask=(v >= 0) & (v < V), other=-1)
-    g = tl.load(grad + at, mask=slot >= 0, other=0.0)
-    row = tl.load(rows + at, mask=slot >= 0, other=0).to(tl.int64)
+    row = tl.load(rows + at, mask=slot >= 0, other=0) - first_row
+    hot = (slot >= 0) & (row >= 0) & (row < n_rows)
+    g = tl.load(grad + at, mask=hot, other=0.0)
     high = g.to(matrix.dtype.element_ty)
     low = (g - high.to(tl.float32)).to(matrix.dtype.element_ty)
     cell = matrix + row * (2 * HOT) + slot
-    tl.store(cell, high, mask=slot >= 0)
-    tl.store(cell + HOT, low, mask=slot >= 0)
+    tl.store(cell, high, mask=hot)
+    tl.store(cell + HOT, low, mask=hot)
 
 
 @triton.jit
@@ -103,6 +110,7 @@ def _product_kernel(
     sh0,
     sh1,
     rows_a_split,
+    FAR: tl.constexpr,
     HOT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -111,6 +119,8 @@ def _product_kernel(
     """A block of `matrix.T @ hidden` over one run of rows."""
     slot = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    if FAR:
+        columns = columns.to(tl.int64)
     split = tl.program_id(2)
     if tl.max(tl.load(hot_ids + slot), axis=0) >= 0:
         total = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
@@ -167,10 +177,10 @@ def id_bounds(ids: Tensor, vocab_size: int) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32 if len(ids) < 2**31 else torch.int64)
 
 
-def use_hot_ids(hidden: Tensor, grad: Tensor) -> bool:
-    """Whether the dense product pays: bfloat16 states, and more entries than launches cost."""
-    low = hidden.dtype == torch.bfloat16 and grad.dtype == torch.float32
-    return low and len(grad) >= 2**16
+def use_hot_ids(hidden: Tensor, weight: Tensor, grad: Tensor) -> bool:
+    """Whether the dense product is exact enough and pays: bfloat16, and many entries."""
+    low = hidden.dtype == weight.dtype == torch.bfloat16
+    return low and len(grad) >= max(2**16, 4 * len(hidden))
 
 
 def hot_product(
@@ -189,18 +199,23 @@ def hot_product(
     grid = (triton.cdiv(v, 1024),)
     _histogram_kernel[grid](bounds, bins, v, BLOCK=1024, BINS=_BINS)
     _slots_kernel[grid](bounds, bins, slots, hot_ids, v, HOT=HOT, BLOCK=1024, BINS=_BINS)
-    matrix = torch.zeros(n, 2, HOT, dtype=hidden.dtype, device=ids.device)
-    _lay_out_kernel[(triton.cdiv(nnz, 1024),)](
-        grad, rows, ids, slots, matrix, nnz, v, HOT=HOT, BLOCK=1024
-    )
+    matrix = torch.empty(min(n, _ROWS), 2, HOT, dtype=hidden.dtype, device=ids.device)
     parts = torch.empty(_SPLITS, HOT, h, dtype=torch.float32, device=ids.device)
-    block = min(64, HOT)
-    _product_kernel[(HOT // block, triton.cdiv(h, 128), _SPLITS)](
-        hidden, matrix, hot_ids, state, parts, n, h, *hidden.stride(),
-        triton.cdiv(triton.cdiv(n, _SPLITS), 64) * 64,
-        HOT=HOT, BLOCK_M=block, BLOCK_H=128, BLOCK_N=64, num_warps=4, num_stages=3,
-    )  # fmt: skip
-    return HotIds(slots, hot_ids, parts.sum(0))
+    total, block = None, min(64, HOT)
+    for first in range(0, n, _ROWS):
+        some = hidden[first : first + _ROWS]
+        matrix.zero_()
+        _lay_out_kernel[(triton.cdiv(nnz, 1024),)](
+            grad, rows, ids, slots, matrix, first, len(some), nnz, v, HOT=HOT, BLOCK=1024
+        )
+        _product_kernel[(HOT // block, triton.cdiv(h, 128), _SPLITS)](
+            some, matrix, hot_ids, state[first:], parts, len(some), h, *some.stride(),
+            triton.cdiv(triton.cdiv(len(some), _SPLITS), 64) * 64,
+            FAR=some.stride(1) * h >= 2**31,
+            HOT=HOT, BLOCK_M=block, BLOCK_H=128, BLOCK_N=64, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        total = parts.sum(0) if total is None else total.add_(parts.sum(0))
+    return HotIds(slots, hot_ids, parts.sum(0) if total is None else total)
 
 
 def write_hot_rows(hot: HotIds, out: Tensor, base: Tensor | None) -> None:
@@ -208,4 +223,4 @@ def write_hot_rows(hot: HotIds, out: Tensor, base: Tensor | None) -> None:
     h = out.shape[1]
     _write_kernel[(len(hot.ids), triton.cdiv(h, 1024))](
         out, base, hot.grads, hot.ids, h, out.stride(0), HAS_BASE=base is not None, BLOCK_H=1024
-    )  # fmt: skip
+    )

@@ -92,9 +92,10 @@ def _heavy_kernel(
     grad,
     index,
     offsets,
-    owners,  # [nnz] int32, the output row of each entry
+    owners,  # [nnz] int32, the output row of each entry, or a number that is none
     flags,
     slots,
+    M,
     H,
     so,
     sd0,
@@ -114,8 +115,10 @@ def _heavy_kernel(
     """
     at = tl.program_id(0).to(tl.int64) * HEAVY
     o = tl.load(owners + at).to(tl.int64)
+    exists = (o >= 0) & (o < M)
+    o = tl.where(exists, o, 0)
     start, end = tl.load(offsets + o).to(tl.int64), tl.load(offsets + o + 1).to(tl.int64)
-    mine = (end - start > HEAVY) & (at - start < HEAVY)
+    mine = exists & (end - start > HEAVY) & (at >= start) & (at - start < HEAVY)
     if HAS_SLOTS:
         mine = mine & (tl.load(slots + o) < 0)
     if mine:
@@ -177,7 +180,7 @@ def gathered_sums(
         shape = {"BLOCK_H": 32, "R": 128, "num_warps": 4, **(heavy_shape or {})}
         grid = triton.cdiv(len(grad), heavy), triton.cdiv(h, shape["BLOCK_H"])
         _heavy_kernel[grid](
-            out, base, dense, grad, index, offsets, owners, flags, slots,
+            out, base, dense, grad, index, offsets, owners, flags, slots, m,
             h, out.stride(0), *dense.stride(), **flag, **shape,
         )  # fmt: skip
 
