@@ -134,7 +134,7 @@ def measure(name: str, peer: Peer, work: Workload, truth, repeats: int) -> Row:
     return row
 
 
-def run(key: str, work: Workload, dtype: str, peers: list[str], repeats: int) -> dict:
+def run(work: Workload, dtype: str, peers: list[str], repeats: int) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     work = work.to(device, getattr(torch, dtype))
     replay = work.support.nnz > 0
@@ -252,7 +252,7 @@ def main() -> None:
     dtype = options.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     tables = {}
     for key in [k for name in options.preset for k in (H200 if name == "h200" else [name])]:
-        tables[key] = run(key, known[key](), dtype, options.peers, options.repeats)
+        tables[key] = run(known[key](), dtype, options.peers, options.repeats)
         show(key, tables[key])
         if options.save:
             write(options.save, tables)

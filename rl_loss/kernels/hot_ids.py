@@ -201,7 +201,7 @@ def hot_product(
     _slots_kernel[grid](bounds, bins, slots, hot_ids, v, HOT=HOT, BLOCK=1024, BINS=_BINS)
     matrix = torch.empty(min(n, _ROWS), 2, HOT, dtype=hidden.dtype, device=ids.device)
     parts = torch.empty(_SPLITS, HOT, h, dtype=torch.float32, device=ids.device)
-    total, block = None, min(64, HOT)
+    grads, block = parts.new_zeros(HOT, h), min(64, HOT)
     for first in range(0, n, _ROWS):
         some = hidden[first : first + _ROWS]
         matrix.zero_()
@@ -214,8 +214,8 @@ def hot_product(
             FAR=some.stride(1) * h >= 2**31,
             HOT=HOT, BLOCK_M=block, BLOCK_H=128, BLOCK_N=64, num_warps=4, num_stages=3,
         )  # fmt: skip
-        total = parts.sum(0) if total is None else total.add_(parts.sum(0))
-    return HotIds(slots, hot_ids, parts.sum(0) if total is None else total)
+        grads += parts.sum(0)
+    return HotIds(slots, hot_ids, grads)
 
 
 def write_hot_rows(hot: HotIds, out: Tensor, base: Tensor | None) -> None:
