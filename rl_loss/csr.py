@@ -25,30 +25,62 @@ class HostFacts(NamedTuple):
     complete: Tensor  # [N] bool: the row has entries and q is known for each
 
 
-class GatherPlan(NamedTuple):
-    """How the kernels of REPLAY rows are launched: known on the host, so without a sync."""
+class HeadPlan(NamedTuple):
+    """How the kernels of a head are launched: known on the host, so without a sync."""
 
     tiles: Tensor  # [T] int64: row << 32 | number of the tile in its row; rows of one id have none
+    wide: Tensor  # [W] int64: REPLAY rows without tiles, wide enough for a product over V
+    over_v: Tensor  # [D] int64: the rows that are normalised over the vocabulary
     max_width: int  # entries of the widest row, rounded up to a power of two
-    only_replay: bool  # every row is REPLAY and has an entry
+    head: bool  # some row is HEAD
+    sound: bool  # no row failed to be recorded or was left empty
 
 
 TILE = 32  # entries of a tile
 
+# What one H200 gathers, reads and multiplies while it does one unit of the others, in entries of
+# a support: a row's product with the whole vocabulary takes as long as V / 77 gathered entries,
+# reading the weight for it as long as 2 V (`python -m benchmarks.threshold` measures both). H
+# cancels out.
+ENTRIES_A_PRODUCT = 1 / 77
+ENTRIES_A_READ = 2.0
 
-def gather_plan(host: HostFacts, device: torch.device) -> GatherPlan:
-    """The plan of rows of which the host knows `host`, its tiles on `device`."""
-    widths = host.offsets.diff()
-    counts = torch.where(
-        (host.kind == RowKind.REPLAY) & (widths > 1), (widths + TILE - 1) // TILE, 0
-    )
+
+def widest_gathered(vocab_size: int) -> float:
+    """The width up to which gathering a row is cheaper than its product with the vocabulary."""
+    return vocab_size * ENTRIES_A_PRODUCT
+
+
+def wide_rows(host: HostFacts, vocab_size: int) -> Tensor:
+    """The REPLAY rows that a product over the vocabulary is cheaper for, `[N]` bool."""
+    widths, least = host.offsets.diff(), widest_gathered(vocab_size)
+    wide = (host.kind == RowKind.REPLAY) & (widths > least)
+    gain = float((widths[wide] - least).sum())
+    return wide if gain > vocab_size * ENTRIES_A_READ else torch.zeros_like(wide)
+
+
+def head_plan(host: HostFacts, device: torch.device, vocab_size: int | None = None) -> HeadPlan:
+    """The plan of rows of which the host knows `host`, its tensors on `device`; without a
+    vocabulary's size no row is wide."""
+    widths, replay = host.offsets.diff(), host.kind == RowKind.REPLAY
+    wide = torch.zeros_like(replay) if vocab_size is None else wide_rows(host, vocab_size)
+    counts = torch.where(replay & ~wide & (widths > 1), (widths + TILE - 1) // TILE, 0)
     total = int(counts.sum())
     rows = torch.repeat_interleave(torch.arange(len(counts)), counts, output_size=total)
     number = torch.arange(total) - (counts.cumsum(0) - counts)[rows]
     widest = int(widths.max()) if len(widths) else 0
-    only = bool(((host.kind == RowKind.REPLAY) & (widths > 0)).all())
-    tiles = (rows << 32 | number).to(device, non_blocking=True)
-    return GatherPlan(tiles, 1 << max(0, widest - 1).bit_length(), only)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return HeadPlan(
+        tiles=moved(rows << 32 | number),
+        wide=moved(wide.nonzero()[:, 0]),
+        over_v=moved(((host.kind >= 0) & ~replay).nonzero()[:, 0]),
+        max_width=1 << max(0, widest - 1).bit_length(),
+        head=bool((host.kind == RowKind.HEAD).any()),
+        sound=not ((host.kind != RowKind.NONE) & (widths == 0)).any(),
+    )
 
 
 def first_row(bad: Tensor) -> int:

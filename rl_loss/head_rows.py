@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_loss.csr import HeadPlan, wide_rows
 from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.segments import segment_sum
@@ -65,7 +66,7 @@ def local_tensor(name: str, tensor: Any) -> Any:
 
 
 def use_kernels(impl: str, device: torch.device) -> bool:
-    """Whether the Triton kernels compute REPLAY rows; what cannot run raises."""
+    """Whether the Triton kernels compute the head; what cannot run raises."""
     if impl not in ("auto", "reference", "triton"):
         raise ValueError(f'impl must be "auto", "reference" or "triton", got {impl!r}')
     if impl == "reference" or (impl == "auto" and device.type == "cpu"):
@@ -79,35 +80,58 @@ def use_kernels(impl: str, device: torch.device) -> bool:
     return True
 
 
-def only_replay(support: Support, active: Tensor | None) -> bool:
-    """Whether the host knows that every row a loss may read is REPLAY and has an entry."""
-    if support.plan.only_replay:
-        return True
-    if active is None or active.device.type != "cpu":
-        return False
-    kind, widths = support.host.kind, support.host.offsets.diff()
-    return not (((kind != RowKind.REPLAY) | (widths == 0)) & active.reshape(-1)).any()
+def rows_over_v(support: Support, plan: HeadPlan, active: Tensor | None, full: bool) -> Tensor:
+    """The rows of which a head takes something over the vocabulary, `[D]` int64 on the device.
+
+    A mask on the device costs a sync where there are any; one on the host does not.
+    """
+    kind = support.host.kind
+    if not full and (active is None or len(plan.over_v) == 0):
+        return plan.over_v
+    wanted = kind >= RowKind.NONE if full else (kind >= RowKind.NONE) & (kind != RowKind.REPLAY)
+    if active is not None and active.device.type == "cpu":
+        wanted = wanted & active.reshape(-1)
+    rows = wanted.nonzero()[:, 0].to(support.device, non_blocking=True)
+    if active is not None and active.device.type != "cpu" and len(rows):
+        rows = rows[active.reshape(-1)[rows]]
+    return rows
+
+
+def active_wide(support: Support, plan: HeadPlan, active: Tensor | None, vocab_size: int) -> Tensor:
+    """The wide rows that a loss may read, as far as the host knows, `[W]` int64."""
+    if len(plan.wide) == 0 or active is None or active.device.type != "cpu":
+        return plan.wide
+    wanted = wide_rows(support.host, vocab_size) & active.reshape(-1)
+    return wanted.nonzero()[:, 0].to(support.device, non_blocking=True)
 
 
 def check_options(
     softcap: float | None,
     logit_scale: float,
     entropy: str | None,
+    logits_dtype: torch.dtype | None,
+    workspace_mib: float,
     process_group: Any,
 ) -> LogitTransform:
     if process_group is not None:
         raise ValueError("process_group: vocabulary-parallel weights are not supported yet")
     if entropy not in (None, "support", "full"):
         raise ValueError(f'entropy must be None, "support" or "full", got {entropy!r}')
-    return logit_transform(softcap, logit_scale)
+    if logits_dtype not in (None, torch.bfloat16):
+        raise ValueError(f"logits_dtype must be None or torch.bfloat16, got {logits_dtype}")
+    if not 0 < workspace_mib < math.inf:
+        raise ValueError(f"workspace_mib must be above 0 and finite, got {workspace_mib}")
+    return logit_transform(softcap, logit_scale, logits_dtype is not None)
 
 
-def logit_transform(softcap: float | None, logit_scale: float) -> LogitTransform:
+def logit_transform(
+    softcap: float | None, logit_scale: float, rounded: bool = False
+) -> LogitTransform:
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be above 0 and finite, got {softcap}")
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale must be finite, got {logit_scale}")
-    return LogitTransform(softcap, float(logit_scale))
+    return LogitTransform(softcap, float(logit_scale), rounded)
 
 
 def flat_rows(

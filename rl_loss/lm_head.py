@@ -11,6 +11,7 @@ from rl_loss.dense import Dense, dense_bwd, dense_fwd
 from rl_loss.gathered import SparseRows
 from rl_loss.head_rows import (
     HeadRows,
+    active_wide,
     check_options,
     check_temperature,
     check_temperatures,
@@ -18,12 +19,12 @@ from rl_loss.head_rows import (
     flat_rows,
     local_tensor,
     logit_transform,
-    only_replay,
+    rows_over_v,
     use_kernels,
 )
+from rl_loss.kernel_head import HeadScalars, HeadTensors, kernel_head
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.reference import reference_lm_head
-from rl_loss.replay import KernelRows, replay_rows
 from rl_loss.support import RowKind, Support
 from rl_loss.validation import check_recorded
 
@@ -57,6 +58,8 @@ def fused_lm_head(
     active: Tensor | None = None,
     entropy: Literal["support", "full"] | None = None,
     impl: Literal["auto", "reference", "triton"] = "auto",
+    logits_dtype: torch.dtype | None = None,
+    workspace_mib: float = 512,
     process_group: Any = None,
 ) -> LMHeadOutput:
     """The trainer's log-probabilities of the labels and of every support id.
@@ -64,7 +67,8 @@ def fused_lm_head(
     Logits are `z = softcap * tanh((hidden @ weight.T + bias) * logit_scale / softcap) / T`. A
     REPLAY row is normalised over its support, whose logits alone are computed: neither the
     forward nor the backward touches the rest of the vocabulary. All other rows are normalised
-    over the vocabulary, in chunks of rows. Rows of all kinds may stand in one batch.
+    over the vocabulary, a block of logits at a time, as are rows whose support is so wide that
+    a matrix product costs less than gathering. Rows of all kinds may stand in one batch.
 
     Args:
         hidden: `[..., H]` the states that predict the labels; N rows are its leading dimensions
@@ -84,6 +88,12 @@ def fused_lm_head(
             "full": over V on every row, which computes the logits of REPLAY rows as well.
         impl: "reference" (autograd of plain PyTorch), "triton", or "auto": Triton on a GPU,
             sparse products of torch on the CPU. What cannot run raises.
+        logits_dtype: torch.bfloat16 rounds the logits as an engine with a bfloat16 head does,
+            before they are divided by T; by default they stay in the accumulation dtype. Rounded,
+            log-probabilities match such an engine's but for products that its own order of
+            summation rounds the other way; the gradient is that of the logits not rounded.
+        workspace_mib: MiB that a block of logits over the vocabulary may take on a GPU, in the
+            forward and in the backward; smaller is slower (on 16384 rows: below 256).
         process_group: the group over which `weight` is split by vocabulary.
 
     Returns:
@@ -109,17 +119,29 @@ def fused_lm_head(
     weight, bias = local_tensor("weight", weight), local_tensor("bias", bias)
     check_tensors(hidden, weight, labels, support, bias, active)
     kernels = use_kernels(impl, hidden.device)
-    transform = check_options(softcap, logit_scale, entropy, process_group)
-    if kernels and support is not None and entropy != "full" and only_replay(support, active):
-        return _replay(
-            hidden, weight, labels, support, temperature, bias, active, transform, entropy
+    transform = check_options(
+        softcap, logit_scale, entropy, logits_dtype, workspace_mib, process_group
+    )
+    if kernels:
+        workspace = int(workspace_mib * 2**20)
+        return _on_kernels(
+            hidden,
+            weight,
+            labels,
+            support,
+            temperature,
+            bias,
+            active,
+            transform,
+            entropy,
+            workspace,
         )
     flat, rows = flat_rows(hidden, weight, labels, support, temperature, bias, active)
     with torch.autocast(hidden.device.type, enabled=False):
         if impl == "reference":
             out = reference_lm_head(flat, weight, bias, rows, transform, entropy)
         else:
-            out = _FusedLMHead.apply(flat, weight, bias, rows, transform, entropy, kernels)
+            out = _FusedLMHead.apply(flat, weight, bias, rows, transform, entropy)
     logprobs, support_logprobs, tail, uncertainty = out
     usable = rows.active & ~rows.broken & (rows.support.kind > RowKind.NONE)
     return LMHeadOutput(
@@ -132,45 +154,72 @@ def fused_lm_head(
     )
 
 
-def _replay(
+def head_inputs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    support: Support,
+    support: Support | None,
     temperature: float | Tensor,
     bias: Tensor | None,
     active: Tensor | None,
     transform: LogitTransform,
     entropy: str | None,
-) -> LMHeadOutput:
-    """A batch whose active rows all are REPLAY: the kernels do everything, checks included."""
-    shape, n = labels.shape, labels.numel()
-    if active is not None and active.device.type == "cpu":
+    workspace: int,
+) -> tuple[HeadTensors, HeadScalars, Tensor]:
+    """Arguments as the kernels take them, and `active` on the device; what only the device can
+    see is left to them."""
+    shape, n, v = labels.shape, labels.numel(), len(weight)
+    if support is None:
+        support = Support.empty(n).to(hidden.device, non_blocking=True)
+    plan = support.plan_for(v)
+    if not plan.sound and (active is None or active.device.type == "cpu"):
         check_recorded(support, active)
+    temperatures = None
     if isinstance(temperature, Tensor):
         check_temperatures(temperature, hidden, shape)
-        temperature = temperature.expand(shape).reshape(n)
+        temperatures, temperature = temperature.expand(shape).reshape(n).contiguous(), 1.0
     else:
         check_temperature(temperature)
     on = torch.ones((), dtype=torch.bool, device=hidden.device).expand(shape)
     if active is not None:
         on = active.to(hidden.device, non_blocking=True)
-    logprobs, support_logprobs, tails, uncertainty, valid = replay_rows(
-        hidden.reshape(n, hidden.shape[-1]),
-        weight,
-        bias,
-        labels.reshape(n),
-        support,
-        temperature,
-        None if active is None else on.reshape(n),
-        transform,
-        entropy is not None,
+    tensors = HeadTensors(
+        hidden=hidden.reshape(n, hidden.shape[-1]),
+        weight=weight,
+        bias=bias,
+        labels=labels.reshape(n).contiguous(),
+        temperatures=temperatures,
+        active=None if active is None else on.reshape(n).contiguous(),
+        ids=support.ids,
+        known=support.known,
+        offsets=support.offsets,
+        kind=support.kind,
+        tiles=plan.tiles,
+        wide=active_wide(support, plan, active, v),
+        over_v=rows_over_v(support, plan, active, entropy == "full"),
     )
+    scalars = HeadScalars(
+        temperature=float(temperature),
+        softcap=transform.softcap or 0.0,
+        scale=transform.scale,
+        rounded=transform.rounded,
+        max_width=plan.max_width,
+        head=plan.head,
+        entropy=("support", "full").index(entropy) + 1 if entropy else 0,
+        workspace=workspace,
+    )
+    return tensors, scalars, on
+
+
+def _on_kernels(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> LMHeadOutput:
+    tensors, scalars, on = head_inputs(hidden, weight, labels, *options)
+    logprobs, support_logprobs, tails, uncertainty, valid = kernel_head(tensors, scalars)
+    shape = labels.shape
     return LMHeadOutput(
         logprobs=logprobs.reshape(shape),
         support_logprobs=support_logprobs,
         trainer_tail_logprobs=tails.reshape(shape),
-        entropy=None if entropy is None else uncertainty.reshape(shape),
+        entropy=uncertainty.reshape(shape) if scalars.entropy else None,
         support_valid=valid,
         active=on,
     )
@@ -238,15 +287,14 @@ class FusedLMHead(nn.Linear):
         return fused_lm_head(hidden, self.weight, labels, support, bias=self.bias, **options)
 
 
-# --- the fused path ---
+# --- where there are no kernels ---
 
 
 class _FusedLMHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, transform, entropy, kernels):
+    def forward(ctx, hidden, weight, bias, rows, transform, entropy):
         ctx.set_materialize_grads(False)
-        engine = KernelRows if kernels else SparseRows
-        gathered = engine(hidden, weight, bias, rows, transform, entropy == "support")
+        gathered = SparseRows(hidden, weight, bias, rows, transform, entropy == "support")
         dense = dense_fwd(hidden, weight, bias, rows, rows.dense, transform, entropy is not None)
         full = None
         if entropy == "full":
@@ -265,7 +313,7 @@ class _FusedLMHead(torch.autograd.Function):
         rows, transform = ctx.rows, ctx.transform
         upstreams = d_logprobs, d_support, d_tail, d_entropy
         if all(upstream is None for upstream in upstreams):
-            return (None,) * 7
+            return (None,) * 6
         inputs, needs = (hidden, weight, bias), ctx.needs_input_grad[:3]
         dtype, into = accumulation_dtype(hidden, weight), []
         dense_rows = len(ctx.dense.chosen) + (0 if ctx.full is None else len(ctx.full[1].chosen))
@@ -281,12 +329,12 @@ class _FusedLMHead(torch.autograd.Function):
         grads = ctx.gathered.backward(*inputs, rows, transform, upstreams, needs, into)
         if grads[0] is not None:
             grads[0].masked_fill_(rows.broken[:, None], torch.nan)
-        return *grads, None, None, None, None
+        return *grads, None, None, None
 
 
 def _outputs(
     rows: HeadRows,
-    gathered: SparseRows | KernelRows,
+    gathered: SparseRows,
     dense: Dense,
     full: Dense | None,
     entropy: str | None,

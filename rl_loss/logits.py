@@ -8,19 +8,31 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """`z = softcap * tanh((raw + bias) * scale / softcap) / T`, without a cap where None."""
+    """`z = softcap * tanh((raw + bias) * scale / softcap) / T`, without a cap where None.
+
+    `rounded` rounds to bfloat16 after each step before the division by T, as a bfloat16 head of
+    an engine does; the derivative is that of the same steps without the rounding.
+    """
 
     softcap: float | None = None
     scale: float = 1.0
+    rounded: bool = False
 
     def __call__(self, raw: Tensor, bias: Tensor | None, inv_temperature: Tensor) -> Tensor:
         """Raw products to logits; `bias` and `inv_temperature` broadcast against `raw`."""
-        z = raw if bias is None else raw + bias.to(raw.dtype)
+        z = self._round(raw if bias is None else raw + bias.to(raw.dtype))
         if self.scale != 1.0:
-            z = z * self.scale
+            z = self._round(z * self.scale)
         if self.softcap is not None:
-            z = self.softcap * torch.tanh(z / self.softcap)
+            z = self._round(torch.tanh(self._round(z / self.softcap)))
+            z = self._round(self.softcap * z)
         return z * inv_temperature
+
+    def _round(self, z: Tensor) -> Tensor:
+        """The values rounded, the gradient passed on as it is."""
+        if not self.rounded:
+            return z
+        return z + (z.detach().to(torch.bfloat16).to(z.dtype) - z.detach())
 
     def derivative(self, z: Tensor, inv_temperature: Tensor) -> Tensor:
         """`dz / draw` from the logits themselves, in a shape that broadcasts against them."""

@@ -12,14 +12,15 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from rl_loss.arguments import is_integral, numbers
 from rl_loss.csr import (
     TILE,
-    GatherPlan,
+    HeadPlan,
     HostFacts,
     RowKind,
     first_row,
-    gather_plan,
+    head_plan,
     offsets_of,
     rows_of_entries,
     selected_entries,
+    widest_gathered,
 )
 from rl_loss.packing import pack_entries
 from rl_loss.row_parsing import (
@@ -36,7 +37,7 @@ from rl_loss.row_parsing import (
 __all__ = [
     "TILE",
     "TOLERANCE",
-    "GatherPlan",
+    "HeadPlan",
     "HostFacts",
     "RowKind",
     "Support",
@@ -91,7 +92,7 @@ class Support:
     kind: Tensor
     sampler_tail_mass: Tensor
     host: HostFacts = None  # type: ignore[assignment]  # filled in where left out
-    plan: GatherPlan = None  # type: ignore[assignment]  # derived from the host's facts
+    plan: HeadPlan = None  # type: ignore[assignment]  # derived from the host's facts
 
     def __post_init__(self) -> None:
         if self.host is None:
@@ -102,7 +103,7 @@ class Support:
             object.__setattr__(self, "host", facts)
             check_ids(self.ids.cpu(), facts)
         if self.plan is None:
-            object.__setattr__(self, "plan", gather_plan(self.host, self.device))
+            object.__setattr__(self, "plan", head_plan(self.host, self.device))
 
     # --- what it is ---
 
@@ -422,8 +423,26 @@ class Support:
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> "Support":
         changes: dict[str, Any] = {name: move(getattr(self, name)) for name in _FIELDS}
-        plan = self.plan._replace(tiles=move(self.plan.tiles))
+        plan = self.plan
+        plan = plan._replace(tiles=move(plan.tiles), wide=move(plan.wide), over_v=move(plan.over_v))
         return replace(self, **changes, plan=plan)
+
+    def plan_for(self, vocab_size: int) -> HeadPlan:
+        """The kernels' plan for a head of V ids; made once for the V of the last call.
+
+        Inside `torch.compile`, which cannot make it, one that was not made before has no wide
+        rows: the same numbers, by gathering.
+        """
+        if self.plan.max_width <= widest_gathered(vocab_size):
+            return self.plan
+        made = self.__dict__.get("_plan_for")
+        if made is not None and made[0] == vocab_size:
+            return made[1]
+        if torch.compiler.is_compiling():
+            return self.plan
+        plan = head_plan(self.host, self.device, vocab_size)
+        object.__setattr__(self, "_plan_for", (vocab_size, plan))
+        return plan
 
     def _complete(self) -> Tensor:
         unknown = torch.zeros(len(self), dtype=torch.int64, device=self.device)

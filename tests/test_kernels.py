@@ -51,7 +51,7 @@ def head(batch, impl, **options):
     )
 
 
-def compare(batch, dtype, **options):
+def compare(batch, dtype, rounding=0.0, **options):
     """Values and gradients of the kernels against the reference in float64."""
     batch = on_device(batch)
     fast, exact = batch.leaves(), batch.leaves(torch.float64)
@@ -67,7 +67,7 @@ def compare(batch, dtype, **options):
             assert (value - wanted)[finite].abs().max() < tolerance
     weighted_sum([part.cpu() for part in outputs(got)]).backward()
     weighted_sum([part.cpu() for part in outputs(expected)]).backward()
-    rounding = max(torch.finfo(dtype).eps, 1e-12 if dtype == torch.float64 else 2e-5)
+    rounding = max(rounding, torch.finfo(dtype).eps, 1e-12 if dtype == torch.float64 else 2e-5)
     for grad, wanted in zip(fast.grads(), exact.grads(), strict=True):
         assert grad.dtype == dtype
         assert relative_error(grad, wanted) < rounding
@@ -143,11 +143,11 @@ def test_wide_rows_and_frequent_ids_take_the_narrow_blocks(monkeypatch):
 @kernels
 def test_hot_ids_on_the_tensor_cores(monkeypatch):
     """The dense product of the most frequent ids, inactive rows holding NaN."""
+    import rl_loss.kernel_head as kernel_head
     import rl_loss.kernels.hot_ids as hot_ids
-    import rl_loss.replay as replay
 
     monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(replay, "_WEIGHT_PROGRAMS", 3)
+    monkeypatch.setattr(kernel_head, "_WEIGHT_PROGRAMS", 3)
     # The interpreter multiplies the bits of bfloat16 matrices as integers.
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     batch = on_device(random_batch(9, 20, 60, kinds=(RowKind.REPLAY,), dtype=dtype, widths=(25, 3)))
@@ -165,6 +165,76 @@ def test_hot_ids_on_the_tensor_cores(monkeypatch):
     # The same float32 sums in another order, then one rounding: a unit in the last place at most.
     torch.testing.assert_close(*grads, rtol=torch.finfo(dtype).eps, atol=1e-5)
     assert (grads[0] == grads[1]).float().mean() > 0.95
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kinds", [(RowKind.REPLAY,), MIXED], ids=["replay", "mixed"])
+@pytest.mark.parametrize("entropy", ["support", "full"])
+def test_wide_rows_through_products_over_the_vocabulary(dtype, kinds, entropy, monkeypatch):
+    """Rows of all of V, of most of it, and narrow ones; two rows a block."""
+    import rl_loss.csr as csr
+
+    monkeypatch.setattr(csr, "ENTRIES_A_PRODUCT", 0.4)
+    monkeypatch.setattr(csr, "ENTRIES_A_READ", 0.0)
+    batch = random_batch(12, 9, 29, kinds=kinds, dtype=dtype, widths=(29, 1, 20, 3, 14))
+    assert len(batch.support.plan_for(29).wide) >= 2
+    workspace = 2 * 29 * 8 / 2**20
+    compare(batch, dtype, entropy=entropy, softcap=5.0, workspace_mib=workspace)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kinds", [MIXED, (RowKind.NONE,), (RowKind.HEAD,)], ids=str)
+def test_blocks_of_ids_and_of_rows(dtype, kinds, monkeypatch):
+    """V no multiple of a block; a block of 7 ids for 3 rows."""
+    import rl_loss.blocks as blocks
+
+    monkeypatch.setattr(blocks, "_LEAST_IDS", 7)
+    batch = random_batch(13, 6, 31, kinds=kinds, dtype=dtype)
+    compare(batch, dtype, entropy="support", workspace_mib=21 * 8 / 2**20)
+    compare(batch, dtype, workspace_mib=13 * 11 * 8 / 2**20)
+
+
+@kernels
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.6}], ids=str)
+def test_logits_rounded_as_a_sampler_does(options):
+    batch = random_batch(13, 7, 31, kinds=MIXED)
+    # Under a cap the kernels take the slope at the rounded logit, autograd at what it came of.
+    rounding = 5e-3 if options else 0.0
+    options = {"entropy": "support", "logits_dtype": torch.bfloat16, **options}
+    compare(batch, torch.float64, rounding, **options)
+
+
+@kernels
+def test_full_vocabulary_logits_far_below_zero():
+    """Every logit at -20 and a cap of 30: what lies behind V adds no mass."""
+    hidden, weight = torch.full((3, 4), -1.0, device=DEVICE), torch.full((48, 4), 5.0).to(DEVICE)
+    labels = torch.tensor([0, 20, 47], device=DEVICE)
+    for softcap, want in ((None, -3.8712), (30.0, -3.8712)):
+        out = fused_lm_head(hidden, weight, labels, impl="triton", softcap=softcap)
+        assert torch.allclose(out.logprobs.cpu(), torch.full((3,), want), atol=1e-4)
+
+
+@kernels
+def test_a_masked_logit_above_the_support_does_not_overflow(monkeypatch):
+    """A wide row is normalised over its support, whatever the ids outside it have."""
+    import rl_loss.csr as csr
+
+    monkeypatch.setattr(csr, "ENTRIES_A_PRODUCT", 0.1)
+    monkeypatch.setattr(csr, "ENTRIES_A_READ", 0.0)
+    hidden = torch.ones(2, 1, device=DEVICE, requires_grad=True)
+    weight = torch.arange(12.0, device=DEVICE)[:, None].requires_grad_()
+    with torch.no_grad():
+        weight[11] = 3e4
+    support = Support.from_rows([(list(range(8)), None), ([3, 4, 5], None)]).to(DEVICE)
+    labels = torch.tensor([7, 4], device=DEVICE)
+    out = fused_lm_head(hidden, weight, labels, support, impl="triton")
+    expected = torch.arange(8.0).log_softmax(0)[7], torch.arange(3.0).log_softmax(0)[1]
+    torch.testing.assert_close(out.logprobs.detach().cpu(), torch.stack(expected))
+    out.logprobs.sum().backward()
+    assert hidden.grad.isfinite().all()
+    assert torch.equal(weight.grad[8:], torch.zeros_like(weight.grad[8:]))
 
 
 @kernels

@@ -1,11 +1,14 @@
 """The kernel between upstream gradients and the two gradients of products: one number an entry."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernels.gathered import ACC_TYPES, GatheredRows, inv_temperature, width_block
+from rl_loss.kernels.gathered import Entries, Rows, width_block
+from rl_loss.kernels.logits import ACC_TYPES, Logit, derivative, inv_temperature
 
 
 @triton.jit
@@ -14,8 +17,10 @@ def _entry_grads_kernel(
     ids,  # [nnz] int32
     known,  # [nnz] uint8
     offsets,  # [N + 1] int64
+    kind,  # [N] int8
     labels,  # [N]
     temperature,  # [N]
+    chosen,  # int64 the rows; None: all
     tails,  # [N]
     entropy,  # [N]
     lse,  # [N]
@@ -27,22 +32,37 @@ def _entry_grads_kernel(
     grad,  # [nnz] out
     rows,  # [nnz] int32 out: each entry's row
     flags,  # [N] uint8 out: 1 where the row's hidden gradient is NaN
+    v_total,  # [N] out: what the passes over the vocabulary read of the upstreams
+    v_label,  # [N] out
+    v_tail,  # [N] out
+    v_entropy,  # [N] out
     T,
     PER_ROW: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    OVER_V: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr,
     D_LOGPROBS: tl.constexpr,
     D_SUPPORT: tl.constexpr,
     D_TAILS: tl.constexpr,
     D_ENTROPY: tl.constexpr,
+    FULL: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The gradient of each raw product of a row, 0 wherever there is none."""
+    """The gradient of each raw product of a row's entries, 0 wherever there is none.
+
+    On a row over the vocabulary the passes over blocks of logits carry the gradient of every
+    cell, so that an entry has its own upstream alone; but the known ids of a HEAD row have
+    their whole gradient here and none there.
+    """
     row = tl.program_id(0).to(tl.int64)
+    if CHOSEN:
+        row = tl.load(chosen + row)
     start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     this = tl.load(state + row)
-    on = (this == 0) | (this == 3)
+    over = this == 4
+    on = (this == 0) | (this == 3) | over
     label = tl.load(labels + row).to(tl.int64)
     inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
     d_label = tl.zeros([], dtype=ACC)
@@ -72,80 +92,106 @@ def _entry_grads_kernel(
     # A row of one id has no gradient, but what is NaN upstream must not end there.
     lost = (this == 1) | ((this == 3) & ((total != total) | (d_h != d_h)))
     tl.store(flags + row, lost.to(tl.uint8))
-    stop = tl.where(this == 0, end, start)
+    whole = tl.where(over, start, end)
+    if OVER_V:
+        head = tl.load(kind + row) == 2
+        whole = tl.where((this == 4) & (head == 0), start, end)
+        tl.store(v_total + row, tl.where(over, total, 0.0))
+        tl.store(v_label + row, tl.where(over, d_label, 0.0))
+        tl.store(v_tail + row, tl.where(over, d_tail, 0.0))
+        tl.store(v_entropy + row, d_h)
+        if FULL:
+            d_h = tl.where(over, d_h, 0.0)
+    stop = tl.where((this == 0) | over, end, start)
+    always = tl.where(over, start, end)
     for first in range(start, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
         held = entry < end
         read = entry < stop
         logp = tl.load(support_logprobs + entry, mask=read, other=0.0)
         v = tl.load(ids + entry, mask=read, other=-1).to(tl.int64)
-        p = tl.exp(logp)
-        u = tl.where(v == label, d_label, 0.0)
+        unknown = tl.load(known + entry, mask=read, other=1) == 0
+        # Of entries whose cell in a block counts, their own upstream alone.
+        full = (entry < always) | ((entry < whole) & (unknown == 0))
+        p = tl.where(full, tl.exp(logp), 0.0)
+        u = tl.where(full & (v == label), d_label, 0.0)
         if D_SUPPORT:
             u += tl.load(d_support + entry, mask=read, other=0.0).to(ACC)
         if D_TAILS:
-            unknown = tl.load(known + entry, mask=read, other=1) == 0
-            u += tl.where(unknown, tl.exp(tl.where(unknown, logp - tail, 0.0)) * d_tail, 0.0)
+            share = tl.exp(tl.where(unknown, logp - tail, 0.0)) * d_tail
+            u += tl.where(full & unknown, share, 0.0)
         dz = u - p * total
         if D_ENTROPY:
             dz -= p * (tl.where(p == 0, 0.0, logp) + h) * d_h
-        if SOFTCAP > 0:
-            capped = (logp + norm) / (inv * SOFTCAP)
-            dz *= 1.0 - capped * capped
-        tl.store(grad + entry, tl.where(read, dz * (SCALE * inv), 0.0), mask=held)
+        dz *= derivative(logp + norm, inv, SOFTCAP, SCALE)
+        tl.store(grad + entry, tl.where(read, dz, 0.0), mask=held)
         tl.store(rows + entry, row.to(tl.int32), mask=held)
 
 
+class EntryGrads(NamedTuple):
+    """What an upstream gradient is for the products of entries, and for the passes over V."""
+
+    grad: Tensor  # [nnz]
+    rows: Tensor  # [nnz] int32 each entry's row
+    flags: Tensor  # [N] uint8: 1 where the row's hidden gradient is NaN
+    over_v: Tensor  # [4, N]: the sum of the row's upstreams, the label's, the tail's, the entropy's
+
+    @classmethod
+    def new(cls, like: Rows, over_v: bool) -> "EntryGrads":
+        grad = torch.empty_like(like.support_logprobs)
+        rows = torch.empty_like(grad, dtype=torch.int32)
+        upstream = like.lse.new_empty(4, len(like.lse) if over_v else 0)
+        return cls(grad, rows, torch.empty_like(like.state), upstream)
+
+
 def entry_grads(
-    saved: GatheredRows,
-    labels: Tensor,
-    temperature: Tensor | float,
-    ids: Tensor,
-    known: Tensor,
-    offsets: Tensor,
-    max_width: int,
-    softcap: float,
-    scale: float,
-    d_logprobs: Tensor | None,  # [N]
-    d_support_logprobs: Tensor | None,  # [nnz]
-    d_tail_logprobs: Tensor | None,  # [N]
-    d_entropy: Tensor | None,  # [N]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of each entry's raw product `hidden . weight`, its row `[nnz]`, and a flag
-    `[N]` for rows whose hidden gradient is NaN: one launch."""
-    n, acc = len(labels), saved.logprobs.dtype
-    grad = torch.empty_like(saved.support_logprobs)
-    rows, flags = torch.empty_like(ids), torch.empty_like(saved.state)
-    if acc == torch.float64 and not isinstance(temperature, Tensor):
-        temperature = torch.full((n,), temperature, dtype=acc, device=labels.device)
-    per_row = isinstance(temperature, Tensor)
-    upstreams = [d_logprobs, d_support_logprobs, d_tail_logprobs, d_entropy]
-    upstreams = [None if d is None else d.contiguous() for d in upstreams]
+    out: EntryGrads,
+    saved: Rows,
+    entries: Entries,
+    logits: Logit,
+    upstreams: tuple[Tensor | None, ...],  # of logprobs, support_logprobs, tails, entropy
+    full_entropy: bool,
+    chosen: Tensor | None = None,  # the rows, all by default
+) -> None:
+    """Writes the gradient of each entry's raw product `hidden . weight`: one launch."""
+    labels, ids, known, offsets, kind = entries
+    n = len(labels) if chosen is None else len(chosen)
+    d_logprobs, d_support, d_tails, d_entropy = (
+        None if d is None else d.contiguous() for d in upstreams
+    )
     if n:
         _entry_grads_kernel[(n,)](
             saved.support_logprobs,
             ids,
             known.view(torch.uint8),
             offsets,
+            kind,
             labels,
-            temperature if per_row else None,
+            logits.temperature,
+            chosen,
             saved.tail_logprobs,
             saved.entropy,
             saved.lse,
             saved.state,
-            *upstreams,
-            grad,
-            rows,
-            flags,
-            1.0 if per_row else float(temperature),
-            PER_ROW=per_row,
-            SOFTCAP=softcap,
-            SCALE=scale,
+            d_logprobs,
+            d_support,
+            d_tails,
+            d_entropy,
+            out.grad,
+            out.rows,
+            out.flags,
+            *out.over_v,
+            logits.scalar,
+            PER_ROW=logits.temperature is not None,
+            CHOSEN=chosen is not None,
+            OVER_V=out.over_v.shape[1] > 0,
+            SOFTCAP=logits.softcap,
+            SCALE=logits.scale,
             D_LOGPROBS=d_logprobs is not None,
-            D_SUPPORT=d_support_logprobs is not None,
-            D_TAILS=d_tail_logprobs is not None,
+            D_SUPPORT=d_support is not None,
+            D_TAILS=d_tails is not None,
             D_ENTROPY=d_entropy is not None,
-            ACC=ACC_TYPES[acc],
-            **width_block(max_width),
+            FULL=full_entropy,
+            ACC=ACC_TYPES[saved.logprobs.dtype],
+            **width_block(len(labels), len(ids)),
         )
-    return grad, rows, flags

@@ -1,8 +1,7 @@
-"""Kernels of REPLAY rows: the logits of support entries, and what a row makes of them.
+"""Kernels of rows and their entries: the logits of entries, and what a row makes of them.
 
-Every kernel addresses rows and entries with int64, reads nothing of an inactive row but its flag,
-and leaves the rows of other kinds at 0. A row that breaks a rule which only the device can see is
-NaN.
+Every kernel addresses rows and entries with int64, and reads nothing of an inactive row but its
+flag. A row that breaks a rule which only the device can see is NaN.
 """
 
 from typing import NamedTuple
@@ -12,26 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.logits import ACC_TYPES, Logit, inv_temperature, logit
 from rl_loss.support import TILE
-
-ACC_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-@triton.jit
-def _tanh(x):
-    t = tl.exp(-2.0 * tl.abs(x))
-    y = (1.0 - t) / (1.0 + t)
-    return tl.where(x < 0, -y, y)
-
-
-@triton.jit
-def inv_temperature(temperature, row, scalar, PER_ROW: tl.constexpr, ACC: tl.constexpr):
-    """1 / T; NaN where T is not above 0 and finite."""
-    t = scalar
-    if PER_ROW:
-        t = tl.load(temperature + row).to(ACC)
-    good = (t > 0) & (t < float("inf"))
-    return tl.where(good, 1.0 / tl.where(good, t, 1.0), float("nan"))
 
 
 @triton.jit
@@ -54,9 +35,10 @@ def _logits_kernel(
     sw1,
     HAS_BIAS: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
+    PER_ROW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr,
-    PER_ROW: tl.constexpr,
+    ROUND: tl.constexpr,
     FAR: tl.constexpr,
     WHOLE_H: tl.constexpr,
     TILE: tl.constexpr,
@@ -105,10 +87,15 @@ def _logits_kernel(
                     raw += tl.sum(w.to(ACC) * part[None, :], axis=1)
             if HAS_BIAS:
                 raw += tl.load(bias + v, mask=held, other=0.0).to(ACC)
-            raw *= SCALE
-            if SOFTCAP > 0:
-                raw = SOFTCAP * _tanh(raw / SOFTCAP)
-            tl.store(z + entry, raw * inv, mask=entry < end)
+            tl.store(z + entry, logit(raw, inv, SOFTCAP, SCALE, ROUND), mask=entry < end)
+
+
+@triton.jit
+def _online(top, total, z):
+    """A running maximum and sum a lane, one logit more; NaN stays NaN."""
+    up = tl.maximum(top, z)
+    shift = tl.where(up == float("-inf"), 0.0, up)
+    return up, total * tl.exp(top - shift) + tl.exp(z - shift)
 
 
 @triton.jit
@@ -121,32 +108,47 @@ def _rows_kernel(
     labels,  # [N]
     active,  # [N] uint8
     temperature,  # [N]
+    chosen,  # int64 the rows; None: all
+    top_v,  # [N] stats over the vocabulary, without the known ids of HEAD rows
+    total_v,  # [N]
+    moment_v,  # [N]
+    label_z,  # [N]
     logprobs,  # [N] out
     tails,  # [N] out
     entropy,  # [N] out
-    lse,  # [N] out
+    lse,  # [N] out: over what the row is normalised over
+    lse_v,  # [N] out: over the vocabulary, where there are stats
     valid,  # [nnz] uint8 out
-    state,  # [N] uint8 out: 0 computed, 1 broken, 2 not read, 3 of one id
+    state,  # [N] uint8 out: 0 replayed, 1 broken, 2 not read, 3 replayed of one id, 4 over V
     T,
     V,
     HAS_ACTIVE: tl.constexpr,
     PER_ROW: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    OVER_V: tl.constexpr,
+    ENTROPY: tl.constexpr,  # 0: none, 1: of what the row is normalised over, 2: over V
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Normalises one row over its support; a row of one id needs no logit."""
+    """Normalises one row; a replayed row of one id needs no logit."""
     row = tl.program_id(0).to(tl.int64)
+    if CHOSEN:
+        row = tl.load(chosen + row)
     start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     this = tl.load(kind + row)
     on = this >= -1
     if HAS_ACTIVE:
         on = tl.load(active + row) != 0
     replay = on & (this == 1)
+    over = on & ((this == 0) | (this > 1))
+    head = over & (this == 2)
     label = tl.load(labels + row).to(tl.int64)
     several = end - start > 1  # one id has log p = 0 whatever its logit
-    # Masks are bounds: what lies behind `computed` has no logit.
-    computed = tl.where(replay & several, end, start)
+    # Masks are bounds: what lies behind one of them is not of that sort.
+    read = tl.where(replay | over, end, start)
+    computed = tl.where((replay & several) | over, end, start)
+    replayed = tl.where(replay, end, start)
+    headed = tl.where(head, end, start)
     minus_inf = float("-inf")
     top = tl.full([BLOCK], minus_inf, dtype=ACC)
     total = tl.zeros([BLOCK], dtype=ACC)
@@ -154,40 +156,57 @@ def _rows_kernel(
     total_tail = tl.zeros([BLOCK], dtype=ACC)
     found = tl.zeros([BLOCK], dtype=tl.int32)
     outside = tl.zeros([BLOCK], dtype=tl.int32)
-    if replay:
-        for first in range(start, end, BLOCK):
-            entry = first + tl.arange(0, BLOCK)
-            held = entry < end
-            v = tl.load(ids + entry, mask=held, other=0).to(tl.int64)
-            x = tl.load(support_logprobs + entry, mask=entry < computed, other=0.0)
-            unknown = tl.load(known + entry, mask=held, other=1) == 0
-            found += (held & (v == label)).to(tl.int32)
-            outside += (held & ((v < 0) | (v >= V))).to(tl.int32)
-            # A running maximum and sum a lane; lanes meet once, below. NaN stays NaN.
-            z = tl.where(held, x, minus_inf)
-            up = tl.maximum(top, z)
-            shift = tl.where(up == minus_inf, 0.0, up)
-            total = total * tl.exp(top - shift) + tl.exp(z - shift)
-            top = up
-            z = tl.where(held & unknown, x, minus_inf)
-            up = tl.maximum(top_tail, z)
-            shift = tl.where(up == minus_inf, 0.0, up)
-            total_tail = total_tail * tl.exp(top_tail - shift) + tl.exp(z - shift)
-            top_tail = up
+    for first in range(start, read, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        held = entry < end
+        v = tl.load(ids + entry, mask=held, other=0).to(tl.int64)
+        x = tl.load(support_logprobs + entry, mask=entry < computed, other=0.0)
+        unknown = tl.load(known + entry, mask=held, other=1) == 0
+        found += (held & (v == label)).to(tl.int32)
+        outside += (held & ((v < 0) | (v >= V))).to(tl.int32)
+        # The whole support of a replayed row; the known ids of a HEAD row.
+        counts = (entry < replayed) | ((entry < headed) & (unknown == 0))
+        top, total = _online(top, total, tl.where(counts, x, minus_inf))
+        tail_z = tl.where((entry < replayed) & unknown, x, minus_inf)
+        top_tail, total_tail = _online(top_tail, total_tail, tail_z)
     peak = tl.max(top, axis=0)
-    norm = peak + tl.log(tl.sum(total * tl.exp(top - peak), axis=0))
+    safe = tl.where(peak == minus_inf, 0.0, peak)
+    mass = tl.sum(total * tl.exp(top - safe), axis=0)
+    norm_v = tl.zeros([], dtype=ACC)
+    if OVER_V:
+        stats = over
+        if ENTROPY == 2:
+            stats = over | replay
+        m = tl.load(top_v + row, mask=stats, other=0.0)
+        s = tl.load(total_v + row, mask=stats, other=1.0)
+        norm_v = m + tl.log(s)
+        # A HEAD row is its known ids and what is left of V.
+        up = tl.maximum(peak, m)
+        both = up + tl.log(mass * tl.exp(safe - up) + s * tl.exp(m - up))
+        tail_v = norm_v
+        norm_v = tl.where(head & (mass > 0), both, norm_v)
+        tail_v = tl.where(head & (s > 0), tail_v - norm_v, minus_inf)
+    norm = peak + tl.log(mass)
     peak_tail = tl.max(top_tail, axis=0)
-    safe = tl.where(peak_tail == minus_inf, 0.0, peak_tail)
-    mass = tl.sum(total_tail * tl.exp(top_tail - safe), axis=0)
-    tail = tl.where(mass == 0, minus_inf, safe + tl.log(tl.where(mass == 0, 1.0, mass)) - norm)
+    safe_tail = tl.where(peak_tail == minus_inf, 0.0, peak_tail)
+    mass_tail = tl.sum(total_tail * tl.exp(top_tail - safe_tail), axis=0)
+    some_tail = mass_tail != 0
+    tail = safe_tail + tl.log(tl.where(some_tail, mass_tail, 1.0)) - norm
+    tail = tl.where(some_tail, tail, minus_inf)
+    log_label = tl.zeros([], dtype=ACC)
+    if OVER_V:
+        norm = tl.where(over, norm_v, norm)
+        tail = tl.where(over, tail_v, tail)
+        log_label = tl.load(label_z + row, mask=over, other=0.0) - norm
     inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
-    bad = (inv != inv) | (label < 0) | (label >= V)
-    bad = bad | (tl.sum(found, axis=0) == 0) | (tl.sum(outside, axis=0) > 0)
-    bad = on & ((this == -1) | (replay & bad))
-    usable_end = tl.where(replay & (bad == 0), end, start)
+    bad = (inv != inv) | (label < 0) | (label >= V) | (tl.sum(outside, axis=0) > 0)
+    bad = bad | (replay & (tl.sum(found, axis=0) == 0)) | ((this > 1) & (end == start))
+    bad = on & ((this == -1) | bad)
+    usable_end = tl.where((replay | over) & (bad == 0), end, start)
     nan = float("nan")
     picked = tl.zeros([BLOCK], dtype=ACC)
     disorder = tl.zeros([BLOCK], dtype=ACC)
+    counted = tl.where(replay & (ENTROPY == 1), end, headed)
     for first in range(start, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
         held = entry < end
@@ -195,22 +214,42 @@ def _rows_kernel(
         x = tl.load(support_logprobs + entry, mask=entry < computed, other=0.0)
         q_known = tl.load(known + entry, mask=held, other=0) != 0
         logp = tl.where(entry < computed, x - norm, 0.0)
-        picked += tl.where(held & (v == label), logp, 0.0)
-        if ENTROPY:
-            disorder -= tl.exp(logp) * tl.where(logp == minus_inf, 0.0, logp)
+        picked += tl.where((entry < replayed) & (v == label), logp, 0.0)
+        if ENTROPY > 0:
+            counts = (entry < counted) & (q_known | (entry < replayed))
+            part = tl.exp(logp) * tl.where(logp == minus_inf, 0.0, logp)
+            disorder -= tl.where(counts, part, 0.0)
         tl.store(support_logprobs + entry, tl.where(bad, nan, logp), mask=held)
         usable = q_known & (entry < usable_end)
         tl.store(valid + entry, usable.to(tl.uint8), mask=held)
-    tl.store(logprobs + row, tl.where(bad, nan, tl.where(replay, tl.sum(picked, axis=0), 0.0)))
-    tl.store(tails + row, tl.where(bad, nan, tl.where(replay, tail, 0.0)))
-    tl.store(lse + row, tl.where(replay & several, norm, 0.0))
-    read = tl.where(replay, tl.where(several, 0, 3), 2)
-    tl.store(state + row, tl.where(bad, 1, read).to(tl.uint8))
-    if ENTROPY:
-        tl.store(entropy + row, tl.where(bad, nan, tl.sum(disorder, axis=0)))
+    log_label = tl.where(replay, tl.sum(picked, axis=0), log_label)
+    tl.store(logprobs + row, tl.where(bad, nan, tl.where(replay | over, log_label, 0.0)))
+    tl.store(tails + row, tl.where(bad, nan, tl.where(replay | over, tail, 0.0)))
+    tl.store(lse + row, tl.where((replay & several) | over, norm, 0.0))
+    code = tl.where(over, 4, tl.where(replay, tl.where(several, 0, 3), 2))
+    tl.store(state + row, tl.where(bad, 1, code).to(tl.uint8))
+    if OVER_V:
+        tl.store(lse_v + row, norm_v)
+    if ENTROPY > 0:
+        h = tl.sum(disorder, axis=0)
+        if OVER_V:
+            a = tl.load(moment_v + row, mask=stats, other=0.0)
+            rest = a + s * (m - norm_v)
+            h -= tl.where(stats & (s > 0), tl.exp(m - norm_v) * rest, 0.0)
+        tl.store(entropy + row, tl.where(bad, nan, tl.where(replay | over, h, 0.0)))
 
 
-class GatheredRows(NamedTuple):
+class Entries(NamedTuple):
+    """The rows' labels and supports, as every kernel reads them."""
+
+    labels: Tensor  # [N]
+    ids: Tensor  # [nnz] int32
+    known: Tensor  # [nnz] bool
+    offsets: Tensor  # [N + 1] int64
+    kind: Tensor  # [N] int8
+
+
+class Rows(NamedTuple):
     """What the forward gives: the four outputs, and what the backward reads beside them."""
 
     logprobs: Tensor  # [N]
@@ -219,14 +258,32 @@ class GatheredRows(NamedTuple):
     entropy: Tensor  # [N], empty where not asked for
     valid: Tensor  # [nnz] bool
     lse: Tensor  # [N]
-    state: Tensor  # [N] uint8: 0 computed, 1 broken, 2 not read, 3 of one id
+    lse_v: Tensor  # [N], empty where no row is over the vocabulary
+    state: Tensor  # [N] uint8: see `_rows_kernel`
+
+    @classmethod
+    def new(cls, like: Tensor, dtype: torch.dtype, n: int, nnz: int, entropy: bool, over_v: bool):
+        """Outputs of N rows, not written yet."""
+        new = like.new_empty
+        return cls(
+            logprobs=new(n, dtype=dtype),
+            support_logprobs=new(nnz, dtype=dtype),
+            tail_logprobs=new(n, dtype=dtype),
+            entropy=new(n if entropy else 0, dtype=dtype),
+            valid=new(nnz, dtype=torch.bool),
+            lse=new(n, dtype=dtype),
+            lse_v=new(n if over_v else 0, dtype=dtype),
+            state=new(n, dtype=torch.uint8),
+        )
 
 
-def width_block(max_width: int) -> dict[str, int]:
-    """Entries that a program of the row kernels takes at a time, and its warps."""
-    if max_width <= 32:
+def width_block(n: int, nnz: int) -> dict[str, int]:
+    """Entries that a program of the row kernels takes at a time, and its warps: by the mean
+    width, for a row far wider than most just takes more turns."""
+    mean = nnz / max(1, n)
+    if mean <= 24:
         return {"BLOCK": 32, "num_warps": 1}
-    if max_width <= 128:
+    if mean <= 128:
         return {"BLOCK": 128, "num_warps": 1}
     return {"BLOCK": 1024, "num_warps": 4}
 
@@ -246,84 +303,83 @@ def _logits_shape(h: int, max_width: int) -> dict[str, int | bool]:
     }
 
 
-def gathered_rows_fwd(
+def gathered_logits(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
-    bias: Tensor | None,  # [V]
-    labels: Tensor,  # [N]
-    temperature: Tensor | float,  # [N]
     active: Tensor | None,  # [N] bool
     ids: Tensor,  # [nnz] int32
-    known: Tensor,  # [nnz] bool
     offsets: Tensor,  # [N + 1] int64
-    kind: Tensor,  # [N] int8
     tiles: Tensor,  # [T] int64
     max_width: int,
-    softcap: float,  # 0: none
-    scale: float,
-    want_entropy: bool,
-    **shape: int | bool,
-) -> GatheredRows:
-    """Log-probabilities of all REPLAY rows: two launches."""
-    n, h = hidden.shape
-    acc = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
-    if acc == torch.float64 and not isinstance(temperature, Tensor):
-        # A scalar argument of a kernel is float32.
-        temperature = torch.full((n,), temperature, dtype=acc, device=hidden.device)
-    per_row = isinstance(temperature, Tensor)
-    new = hidden.new_empty
-    support_logprobs = new(len(ids), dtype=acc)
-    logprobs, tails, lse = new(n, dtype=acc), new(n, dtype=acc), new(n, dtype=acc)
-    entropy = new(n if want_entropy else 0, dtype=acc)
-    valid, state = new(len(ids), dtype=torch.bool), new(n, dtype=torch.uint8)
-    flags = None if active is None else active.view(torch.uint8)
-    bias = None if bias is None else bias.contiguous()
-    common = {"HAS_ACTIVE": active is not None, "PER_ROW": per_row, "ACC": ACC_TYPES[acc]}
-    t = (temperature, 1.0) if per_row else (None, float(temperature))
+    logits: Logit,
+    z: Tensor,  # [nnz] out
+) -> None:
+    """Writes the logits of all entries in the tiles: one launch."""
     if len(tiles):
+        h = hidden.shape[1]
         _logits_kernel[(len(tiles),)](
             hidden,
             weight,
-            bias,
+            logits.bias,
             ids,
             offsets,
             tiles,
-            flags,
-            t[0],
-            support_logprobs,
-            t[1],
+            None if active is None else active.view(torch.uint8),
+            logits.temperature,
+            z,
+            logits.scalar,
             h,
             len(weight),
             *hidden.stride(),
             *weight.stride(),
-            HAS_BIAS=bias is not None,
-            SOFTCAP=softcap,
-            SCALE=scale,
+            HAS_ACTIVE=active is not None,
             FAR=max(hidden.stride(1), weight.stride(1)) * h >= 2**31,
             TILE=TILE,
-            **common,
-            **{**_logits_shape(h, max_width), **shape},
+            ACC=ACC_TYPES[z.dtype],
+            **logits.flags,
+            **_logits_shape(h, max_width),
         )
+
+
+def normalise(
+    out: Rows,
+    entries: Entries,
+    active: Tensor | None,  # [N] bool
+    logits: Logit,
+    vocab_size: int,
+    stats: Tensor | None,  # [4, N]: top, total, moment over the vocabulary, the label's logit
+    entropy: int,  # 0: none, 1: of what the row is normalised over, 2: over the vocabulary
+    chosen: Tensor | None = None,  # the rows, all by default
+) -> None:
+    """Turns the logits in `out.support_logprobs` to all outputs: one launch."""
+    labels, ids, known, offsets, kind = entries
+    n = len(labels) if chosen is None else len(chosen)
     if n:
         _rows_kernel[(n,)](
-            support_logprobs,
+            out.support_logprobs,
             ids,
             known.view(torch.uint8),
             offsets,
             kind,
             labels,
-            flags,
-            t[0],
-            logprobs,
-            tails,
-            entropy,
-            lse,
-            valid.view(torch.uint8),
-            state,
-            t[1],
-            len(weight),
-            ENTROPY=want_entropy,
-            **common,
-            **width_block(max_width),
+            None if active is None else active.view(torch.uint8),
+            logits.temperature,
+            chosen,
+            *((None,) * 4 if stats is None else stats),
+            out.logprobs,
+            out.tail_logprobs,
+            out.entropy,
+            out.lse,
+            out.lse_v,
+            out.valid.view(torch.uint8),
+            out.state,
+            logits.scalar,
+            vocab_size,
+            HAS_ACTIVE=active is not None,
+            PER_ROW=logits.temperature is not None,
+            CHOSEN=chosen is not None,
+            OVER_V=stats is not None,
+            ENTROPY=entropy,
+            ACC=ACC_TYPES[out.logprobs.dtype],
+            **width_block(len(labels), len(ids)),
         )
-    return GatheredRows(logprobs, support_logprobs, tails, entropy, valid, lse, state)

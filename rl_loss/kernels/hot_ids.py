@@ -103,7 +103,7 @@ def _product_kernel(
     hidden,  # [N, H]
     matrix,  # [N, 2, HOT]
     hot_ids,  # [HOT] int64
-    state,  # [N] uint8: rows other than 0 are not read
+    state,  # [N] uint8: rows other than 0 and 4 are not read
     parts,  # [SPLITS, HOT, H] out
     N,
     H,
@@ -128,7 +128,8 @@ def _product_kernel(
         end = tl.minimum(start + rows_a_split, N)
         for first in range(start, end, BLOCK_N):
             row = first + tl.arange(0, BLOCK_N).to(tl.int64)
-            read = (tl.load(state + row, mask=row < end, other=2) == 0)[:, None]
+            this = tl.load(state + row, mask=row < end, other=2)
+            read = ((this == 0) | (this == 4))[:, None]
             h = tl.load(
                 hidden + row[:, None] * sh0 + columns[None, :] * sh1,
                 mask=read & (columns < H)[None, :],
@@ -144,12 +145,13 @@ def _product_kernel(
 
 @triton.jit
 def _write_kernel(
-    out, base, grads, hot_ids, H, so,
+    out, base, grads, hot_ids, first, M, H, so,
     HAS_BASE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
-    o = tl.load(hot_ids + slot)
+    o = tl.load(hot_ids + slot) - first
+    o = tl.where(o < M, o, -1)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = columns < tl.where(o >= 0, H, 0)
     total = tl.load(grads + slot * H + columns, mask=inside, other=0.0)
@@ -218,9 +220,11 @@ def hot_product(
     return HotIds(slots, hot_ids, grads)
 
 
-def write_hot_rows(hot: HotIds, out: Tensor, base: Tensor | None) -> None:
-    """Writes the hot rows of `out` `[V, H]`, `base` `[V, H]` added before the rounding."""
-    h = out.shape[1]
+def write_hot_rows(hot: HotIds, out: Tensor, base: Tensor | None, first: int = 0) -> None:
+    """Writes the hot rows among those of `out` `[B, H]`, the ids from `first` on; `base`
+    `[B, H]` is added before the rounding."""
+    m, h = out.shape
     _write_kernel[(len(hot.ids), triton.cdiv(h, 1024))](
-        out, base, hot.grads, hot.ids, h, out.stride(0), HAS_BASE=base is not None, BLOCK_H=1024
-    )
+        out, base, hot.grads, hot.ids, first, m, h, out.stride(0),
+        HAS_BASE=base is not None, BLOCK_H=1024,
+    )  # fmt: skip

@@ -19,8 +19,9 @@ HEAVY = 1024
 
 @triton.jit
 def _sum_entries(
-    out, base, dense, grad, index, flags, o, start, end, columns, H, so, sd0, sd1,
+    out, base, base_rows, dense, grad, index, flags, o, start, end, columns, H, so, sd0, sd1,
     HAS_BASE: tl.constexpr,
+    HAS_BASE_ROWS: tl.constexpr,
     HAS_FLAGS: tl.constexpr,
     R: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -40,7 +41,11 @@ def _sum_entries(
         )
         total += tl.sum(g[:, None] * x.to(ACC), axis=0)
     if HAS_BASE:
-        total += tl.load(base + o * H + columns, mask=inside, other=0.0)
+        at = o
+        if HAS_BASE_ROWS:
+            at = tl.load(base_rows + o)
+        more = columns < tl.where(at >= 0, H, 0)
+        total += tl.load(base + at * H + columns, mask=more, other=0.0)
     if HAS_FLAGS:
         total = tl.where(tl.load(flags + o) == 1, float("nan"), total)
     tl.store(out + o * so + columns, total, mask=inside)
@@ -49,7 +54,8 @@ def _sum_entries(
 @triton.jit
 def _light_kernel(
     out,  # [M, H]
-    base,  # [M, H] in the accumulation dtype: added before the rounding
+    base,  # [D, H] in the accumulation dtype: added before the rounding
+    base_rows,  # [M] int64 the row of base, -1: none; None: the same
     dense,  # [D, H]
     grad,  # [nnz]
     index,  # [nnz] int32, the row of dense
@@ -62,6 +68,7 @@ def _light_kernel(
     sd0,
     sd1,
     HAS_BASE: tl.constexpr,
+    HAS_BASE_ROWS: tl.constexpr,
     HAS_FLAGS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HEAVY: tl.constexpr,
@@ -79,8 +86,8 @@ def _light_kernel(
             mine = mine & (tl.load(slots + o) < 0)
         if mine:
             _sum_entries(
-                out, base, dense, grad, index, flags, o, start, end, columns, H, so, sd0, sd1,
-                HAS_BASE, HAS_FLAGS, R, BLOCK_H, ACC,
+                out, base, base_rows, dense, grad, index, flags, o, start, end, columns, H,
+                so, sd0, sd1, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, R, BLOCK_H, ACC,
             )  # fmt: skip
 
 
@@ -88,6 +95,7 @@ def _light_kernel(
 def _heavy_kernel(
     out,
     base,
+    base_rows,
     dense,
     grad,
     index,
@@ -95,12 +103,14 @@ def _heavy_kernel(
     owners,  # [nnz] int32, the output row of each entry, or a number that is none
     flags,
     slots,
+    first_owner,
     M,
     H,
     so,
     sd0,
     sd1,
     HAS_BASE: tl.constexpr,
+    HAS_BASE_ROWS: tl.constexpr,
     HAS_FLAGS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HEAVY: tl.constexpr,
@@ -114,7 +124,7 @@ def _heavy_kernel(
     the row. So no list of heavy rows is made, and the grid needs no count from the device.
     """
     at = tl.program_id(0).to(tl.int64) * HEAVY
-    o = tl.load(owners + at).to(tl.int64)
+    o = tl.load(owners + at).to(tl.int64) - first_owner
     exists = (o >= 0) & (o < M)
     o = tl.where(exists, o, 0)
     start, end = tl.load(offsets + o).to(tl.int64), tl.load(offsets + o + 1).to(tl.int64)
@@ -124,8 +134,8 @@ def _heavy_kernel(
     if mine:
         columns = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         _sum_entries(
-            out, base, dense, grad, index, flags, o, start, end, columns, H, so, sd0, sd1,
-            HAS_BASE, HAS_FLAGS, R, BLOCK_H, ACC,
+            out, base, base_rows, dense, grad, index, flags, o, start, end, columns, H,
+            so, sd0, sd1, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, R, BLOCK_H, ACC,
         )  # fmt: skip
 
 
@@ -156,7 +166,9 @@ def gathered_sums(
     *,
     owners: Tensor,  # [nnz] int32
     max_entries: int,
+    first_owner: int = 0,
     base: Tensor | None = None,
+    base_rows: Tensor | None = None,
     flags: Tensor | None = None,
     slots: Tensor | None = None,
     programs: int | None = None,
@@ -168,20 +180,21 @@ def gathered_sums(
     m, h = out.shape
     acc = tl.float64 if grad.dtype == torch.float64 else tl.float32
     flag: dict[str, Any] = {"HAS_BASE": base is not None, "HAS_FLAGS": flags is not None}
-    flag |= {"HAS_SLOTS": slots is not None, "HEAVY": heavy, "ACC": acc}
+    flag |= {"HAS_BASE_ROWS": base_rows is not None, "HAS_SLOTS": slots is not None}
+    flag |= {"HEAVY": heavy, "ACC": acc}
     if m:
         block = min(max(triton.next_power_of_2(h), 16), 1024)
         shape = {"BLOCK_H": block, "R": 1, "num_warps": 4, **(light_shape or {})}
         _light_kernel[(min(m, programs or m), triton.cdiv(h, shape["BLOCK_H"]))](
-            out, base, dense, grad, index, offsets, flags, slots, m,
+            out, base, base_rows, dense, grad, index, offsets, flags, slots, m,
             h, out.stride(0), *dense.stride(), **flag, **shape,
         )  # fmt: skip
     if max_entries > heavy and len(grad):
         shape = {"BLOCK_H": 32, "R": 128, "num_warps": 4, **(heavy_shape or {})}
         grid = triton.cdiv(len(grad), heavy), triton.cdiv(h, shape["BLOCK_H"])
         _heavy_kernel[grid](
-            out, base, dense, grad, index, offsets, owners, flags, slots, m,
-            h, out.stride(0), *dense.stride(), **flag, **shape,
+            out, base, base_rows, dense, grad, index, offsets, owners, flags, slots, first_owner,
+            m, h, out.stride(0), *dense.stride(), **flag, **shape,
         )  # fmt: skip
 
 

@@ -1,0 +1,312 @@
+"""The passes over blocks of logits: what a row makes of them, and their gradient.
+
+A block is `[R, B]`: the raw products of the rows `chosen` with the B ids from `first` on. A cell
+of -inf is left out of it (a known id of a HEAD row, which counts apart from the tail). Each pass
+reads a cell once; the gradient is written over the products it came of.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_loss.kernels.gathered import Entries, Rows
+from rl_loss.kernels.logits import ACC_TYPES, Logit, derivative, inv_temperature, logit
+
+
+@triton.jit
+def _stats_kernel(
+    raw,  # [R, B]
+    chosen,  # [R] int64 the rows
+    bias,  # [V]
+    temperature,  # [N]
+    top,  # [N] in, out
+    total,  # [N] in, out: sum of exp(z - top)
+    moment,  # [N] in, out: sum of exp(z - top) * (z - top)
+    T,
+    first,
+    B,
+    sr,
+    NEW: tl.constexpr,
+    MOMENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Adds a block to the running log-sum-exp of each row, and to its entropy's sum."""
+    at_row = tl.program_id(0).to(tl.int64)
+    row = tl.load(chosen + at_row)
+    inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
+    minus_inf = float("-inf")
+    m = tl.full([], minus_inf, dtype=ACC)
+    s = tl.zeros([], dtype=ACC)
+    a = tl.zeros([], dtype=ACC)
+    if not NEW:
+        m, s = tl.load(top + row), tl.load(total + row)
+        if MOMENT:
+            a = tl.load(moment + row)
+    for at in range(0, B, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        x = tl.load(raw + at_row * sr + column, mask=column < B, other=minus_inf)
+        y = x
+        if HAS_BIAS:
+            y += tl.load(bias + first + column, mask=column < B, other=0.0).to(ACC)
+        z = tl.where(x == minus_inf, minus_inf, logit(y, inv, SOFTCAP, SCALE, ROUND))
+        up = tl.maximum(m, tl.max(z, axis=0))
+        shift = tl.where(up == minus_inf, 0.0, up)
+        e = tl.exp(z - shift)
+        shrink = tl.exp(m - shift)
+        if MOMENT:
+            a = (a + s * tl.where(s == 0, 0.0, m - shift)) * shrink
+            a += tl.sum(e * tl.where(z == minus_inf, 0.0, z - shift), axis=0)
+        s = s * shrink + tl.sum(e, axis=0)
+        m = up
+    tl.store(top + row, m)
+    tl.store(total + row, s)
+    if MOMENT:
+        tl.store(moment + row, a)
+
+
+@triton.jit
+def _pick_kernel(
+    raw,  # [R, B]
+    chosen,  # [R] int64 the rows
+    labels,  # [N]
+    ids,  # [nnz] int32
+    known,  # [nnz] uint8
+    offsets,  # [N + 1] int64
+    kind,  # [N] int8
+    bias,  # [V]
+    temperature,  # [N]
+    z,  # [nnz] out, where the id is in the block
+    label_z,  # [N] out, likewise
+    T,
+    first,
+    B,
+    sr,
+    LABEL: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    TAKE_OUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Logits of a row's label and entries; TAKE_OUT empties the cells of a HEAD row's known ids."""
+    at_row = tl.program_id(0).to(tl.int64)
+    row = tl.load(chosen + at_row)
+    cells = raw + at_row * sr
+    inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
+    if LABEL:
+        label = tl.load(labels + row).to(tl.int64) - first
+        here = (label >= 0) & (label < B)
+        y = tl.load(cells + label, mask=here, other=0.0)
+        if HAS_BIAS:
+            y += tl.load(bias + first + label, mask=here, other=0.0).to(ACC)
+        tl.store(label_z + row, logit(y, inv, SOFTCAP, SCALE, ROUND), mask=here)
+        tl.debug_barrier()  # the label's cell is read before it is emptied
+    start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
+    taken = start
+    if TAKE_OUT:
+        this = tl.load(kind + row)
+        taken = tl.where(this == 2, end, start)
+        end = tl.where(this == 1, start, end)  # a replayed row's entries are not the block's
+    step = BLOCK * tl.num_programs(1)
+    for at in range(start + tl.program_id(1) * BLOCK, end, step):
+        entry = at + tl.arange(0, BLOCK)
+        column = tl.load(ids + entry, mask=entry < end, other=-1).to(tl.int64) - first
+        inside = (column >= 0) & (column < tl.where(entry < end, B, 0))
+        if ENTRIES:
+            x = tl.load(cells + column, mask=inside, other=0.0)
+            if HAS_BIAS:
+                x += tl.load(bias + first + column, mask=inside, other=0.0).to(ACC)
+            tl.store(z + entry, logit(x, inv, SOFTCAP, SCALE, ROUND), mask=inside)
+        if TAKE_OUT:
+            out = inside & (tl.load(known + entry, mask=entry < taken, other=0) != 0)
+            tl.store(cells + column, tl.full([BLOCK], float("-inf"), dtype=ACC), mask=out)
+
+
+@triton.jit
+def _grads_kernel(
+    raw,  # [R, B]
+    dz,  # [R, B] out: the same memory, row by row
+    chosen,  # [R] int64 the rows
+    bias,  # [V]
+    temperature,  # [N]
+    labels,  # [N]
+    lse,  # [N] over the vocabulary
+    state,  # [N] uint8: rows of 1 have no gradient
+    tail,  # [N] log p of the tail
+    entropy,  # [N]
+    totals,  # [N] the sum of the row's upstreams
+    d_labels,  # [N]
+    d_tails,  # [N]
+    d_entropy,  # [N]
+    T,
+    first,
+    B,
+    sr,
+    sd,
+    TAIL: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Products to the gradient of products; an empty cell's is 0, for its entry carries it.
+
+    A narrower gradient overwrites products that were read before: its row takes at most half of
+    theirs, and within the first block a barrier parts the reading from the writing.
+    """
+    at_row = tl.program_id(0).to(tl.int64)
+    row = tl.load(chosen + at_row)
+    inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
+    label = tl.load(labels + row).to(tl.int64) - first
+    norm = tl.load(lse + row)
+    broken = tl.load(state + row) == 1
+    total, d_label = tl.load(totals + row), tl.load(d_labels + row)
+    log_tail = tl.zeros([], dtype=ACC)
+    d_tail = tl.zeros([], dtype=ACC)
+    h = tl.zeros([], dtype=ACC)
+    d_h = tl.zeros([], dtype=ACC)
+    if TAIL:
+        d_tail = tl.load(d_tails + row)
+        log_tail = tl.load(tail + row)
+        log_tail = tl.where(log_tail > float("-inf"), log_tail, 0.0)
+    if ENTROPY:
+        d_h = tl.load(d_entropy + row)
+        h = tl.load(entropy + row)
+    for at in range(0, B, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        held = column < B
+        x = tl.load(raw + at_row * sr + column, mask=held, other=0.0)
+        y = x
+        if HAS_BIAS:
+            y += tl.load(bias + first + column, mask=held, other=0.0).to(ACC)
+        z = logit(y, inv, SOFTCAP, SCALE, ROUND)
+        logp = z - norm
+        p = tl.exp(logp)
+        g = tl.where(column == label, d_label, 0.0) - p * total
+        if TAIL:
+            g += tl.where(d_tail == 0, 0.0, tl.exp(logp - log_tail) * d_tail)
+        if ENTROPY:
+            g -= p * (tl.where(p == 0, 0.0, logp) + h) * d_h
+        g = tl.where(x == float("-inf"), 0.0, g * derivative(z, inv, SOFTCAP, SCALE))
+        g = tl.where(broken, 0.0, g)
+        tl.debug_barrier()
+        tl.store(dz + at_row * sd + column, g.to(dz.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _put_kernel(
+    dz,  # [R, B] out
+    chosen,  # [R] int64 the rows
+    ids,  # [nnz] int32
+    offsets,  # [N + 1] int64
+    grad,  # [nnz]
+    B,
+    sd,
+    BLOCK: tl.constexpr,
+):
+    """The gradients of a row's entries to their cells; all ids are in the block."""
+    at_row = tl.program_id(0).to(tl.int64)
+    row = tl.load(chosen + at_row)
+    start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
+    entry = start + tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(ids + entry, mask=entry < end, other=-1).to(tl.int64)
+    inside = (column >= 0) & (column < B)
+    g = tl.load(grad + entry, mask=inside, other=0.0)
+    tl.store(dz + at_row * sd + column, g.to(dz.dtype.element_ty), mask=inside)
+
+
+def _common(raw: Tensor, logits: Logit) -> dict[str, Any]:
+    return {**logits.flags, "ACC": ACC_TYPES[raw.dtype]}
+
+
+def add_stats(
+    raw: Tensor,  # [R, B]
+    chosen: Tensor,  # [R] int64
+    logits: Logit,
+    stats: Tensor,  # [4, N] in, out: top, total, moment
+    first: int,
+    moment: bool,
+) -> None:
+    """Adds the block to the statistics of the rows."""
+    if len(chosen):
+        _stats_kernel[(len(chosen),)](
+            raw, chosen, logits.bias, logits.temperature, *stats[:3], logits.scalar, first,
+            raw.shape[1], raw.stride(0),
+            NEW=first == 0, MOMENT=moment, BLOCK=4096, num_warps=4, **_common(raw, logits),
+        )  # fmt: skip
+
+
+def pick(
+    raw: Tensor,  # [R, B]
+    chosen: Tensor,  # [R] int64
+    entries: Entries,
+    logits: Logit,
+    first: int,
+    z: Tensor | None,  # [nnz] out
+    label_z: Tensor | None,  # [N] out
+    max_width: int,
+    take_out: bool = True,
+) -> None:
+    """Writes the logits of labels and entries in the block, and empties known HEAD cells."""
+    labels, ids, known, offsets, kind = entries
+    if len(chosen):
+        # One program a row where it empties cells: the label is read by that program.
+        parts = 1 if take_out else triton.cdiv(max_width, 2048)
+        block = min(512, max(32, max_width))
+        _pick_kernel[(len(chosen), parts)](
+            raw, chosen, labels, ids, known.view(torch.uint8), offsets, kind, logits.bias,
+            logits.temperature, z, label_z, logits.scalar, first, raw.shape[1], raw.stride(0),
+            LABEL=label_z is not None, ENTRIES=z is not None, TAKE_OUT=take_out, BLOCK=block,
+            num_warps=max(1, block // 128), **_common(raw, logits),
+        )  # fmt: skip
+
+
+def to_grads(
+    raw: Tensor,  # [R, B]
+    dtype: torch.dtype,
+    chosen: Tensor,  # [R] int64
+    logits: Logit,
+    labels: Tensor,  # [N]
+    saved: Rows,
+    upstream: Tensor,  # [4, N] EntryGrads.over_v
+    first: int,
+    has_tail: bool,
+    has_entropy: bool,
+) -> Tensor:
+    """The gradient of the products, `[R, B]` in `dtype`, in their memory."""
+    dz = raw.view(dtype)[:, : raw.shape[1]]
+    if len(chosen):
+        _grads_kernel[(len(chosen),)](
+            raw, dz, chosen, logits.bias, logits.temperature, labels, saved.lse_v, saved.state,
+            saved.tail_logprobs, saved.entropy, *upstream, logits.scalar, first, raw.shape[1],
+            raw.stride(0), dz.stride(0),
+            TAIL=has_tail, ENTROPY=has_entropy, BLOCK=2048, num_warps=4, **_common(raw, logits),
+        )  # fmt: skip
+    return dz
+
+
+def put_entries(
+    dz: Tensor, chosen: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, max_width: int
+) -> None:
+    """Writes the entries' gradients of the rows `chosen` `[R]` to their cells of `dz` `[R, V]`."""
+    if len(chosen):
+        _put_kernel[(len(chosen), triton.cdiv(max_width, 1024))](
+            dz, chosen, ids, offsets, grad, dz.shape[1], dz.stride(0), BLOCK=1024, num_warps=4
+        )
