@@ -4,6 +4,7 @@ from rl_loss.alignment import AlignedRows, aligned_rows
 from rl_loss.capture import CapturedRows, capture_support
 from rl_loss.lm_head import FusedLMHead, LMHeadOutput, fused_lm_head
 from rl_loss.losses import LossInputs, LossOutputs, icepop_loss, ipo_loss, reinforce_loss
+from rl_loss.one_pass import fused_lm_head_loss
 from rl_loss.support import RowKind, Support
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "aligned_rows",
     "capture_support",
     "fused_lm_head",
+    "fused_lm_head_loss",
     "icepop_loss",
     "ipo_loss",
     "reinforce_loss",

@@ -44,7 +44,7 @@ class HeadScalars(NamedTuple):
     rounded: bool  # logits to bfloat16
     max_width: int  # of the support's rows, or more
     head: bool  # some row is HEAD
-    entropy: int  # 0: none, 1: of what the row is normalised over, 2: over the vocabulary
+    want_entropy: int  # 0: none, 1: of what the row is normalised over, 2: over the vocabulary
     workspace: int  # bytes of a block of logits
 
 
@@ -109,7 +109,7 @@ class _KernelHead(torch.autograd.Function):
         return *grads, *(None,) * (_N_INPUTS - 3)
 
 
-def _logits(t: HeadTensors, s: HeadScalars) -> Any:  # kernels.logits.Logit
+def head_logits(t: HeadTensors, s: HeadScalars) -> Any:  # kernels.logits.Logit
     from rl_loss.kernels.logits import make_logit
 
     dtype = accumulation_dtype(t.hidden, t.weight)
@@ -117,31 +117,48 @@ def _logits(t: HeadTensors, s: HeadScalars) -> Any:  # kernels.logits.Logit
     return make_logit(t.bias, t.temperatures, *options, t.hidden, dtype)
 
 
-def _entries(t: HeadTensors) -> Any:  # kernels.gathered.Entries
+def head_entries(t: HeadTensors) -> Any:  # kernels.gathered.Entries
     from rl_loss.kernels.gathered import Entries
 
     return Entries(t.labels, t.ids, t.known, t.offsets, t.kind)
 
 
-def head_fwd(t: HeadTensors, s: HeadScalars):
-    """`kernels.gathered.Rows` of all rows."""
-    from rl_loss.blocks import vocabulary_stats, wide_logits
+def replayed_rows(t: HeadTensors, s: HeadScalars, normal: bool = True) -> Any:
+    """`kernels.gathered.Rows` in which every row but those over the vocabulary is computed; not
+    `normal`: the logits of their entries alone."""
     from rl_loss.kernels.gathered import Rows, gathered_logits, normalise
 
-    n, nnz, over_v = len(t.labels), len(t.ids), len(t.over_v) > 0
-    dtype, logits, entries = accumulation_dtype(t.hidden, t.weight), _logits(t, s), _entries(t)
-    out = Rows.new(t.hidden, dtype, n, nnz, s.entropy > 0, over_v)
+    dtype, logits = accumulation_dtype(t.hidden, t.weight), head_logits(t, s)
+    sizes = len(t.labels), len(t.ids)
+    out = Rows.new(t.hidden, dtype, *sizes, s.want_entropy > 0, len(t.over_v) > 0)
     gathered = t.active, t.ids, t.offsets, t.tiles, s.max_width
     gathered_logits(t.hidden, t.weight, *gathered, logits, out.support_logprobs)
-    block = s.max_width, s.workspace
+    entries = head_entries(t)
     if len(t.wide):
-        wide_logits(t.hidden, t.weight, t.wide, entries, logits, out, *block)
-    stats = None
+        from rl_loss.blocks import wide_logits
+
+        sizes = s.max_width, s.workspace
+        wide_logits(t.hidden, t.weight, t.wide, entries, logits, out, *sizes)
+    if normal:
+        normalise(out, entries, t.active, logits, len(t.weight), None, s.want_entropy)
+    return out
+
+
+def head_fwd(t: HeadTensors, s: HeadScalars) -> Any:
+    """`kernels.gathered.Rows` of all rows."""
+    from rl_loss.kernels.gathered import normalise
+
+    over_v = len(t.over_v) > 0
+    out = replayed_rows(t, s, normal=not over_v)
     if over_v:
+        from rl_loss.blocks import vocabulary_stats
+
+        logits, entries, entropy = head_logits(t, s), head_entries(t), s.want_entropy
+        sizes = s.max_width, s.workspace
         stats = vocabulary_stats(
-            t.hidden, t.weight, t.over_v, entries, logits, out, *block, moment=s.entropy > 0
+            t.hidden, t.weight, t.over_v, entries, logits, out, *sizes, moment=entropy > 0
         )
-    normalise(out, entries, t.active, logits, len(t.weight), stats, s.entropy)
+        normalise(out, entries, t.active, logits, len(t.weight), stats, entropy)
     return out
 
 
@@ -155,22 +172,25 @@ def head_bwd(
     """The gradients of hidden, weight and bias; empty where not needed."""
     from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
 
-    upstreams = (*upstreams[:3], upstreams[3] if s.entropy else None)
-    logits, entries = _logits(t, s), _entries(t)
+    upstreams = (*upstreams[:3], upstreams[3] if s.want_entropy else None)
+    logits, entries = head_logits(t, s), head_entries(t)
     grads = EntryGrads.new(saved, len(t.over_v) > 0)
-    entry_grads(grads, saved, entries, logits, upstreams, s.entropy == 2)
-    work = GradientSums(t, s, saved.state, grads, need)
+    entry_grads(grads, saved, entries, logits, upstreams, s.want_entropy == 2)
+    work = GradientSums(t, s, need)
     if len(t.over_v):
         from rl_loss.blocks import vocabulary_grads
 
-        # Of rows that are replayed the entropy alone is over the vocabulary.
+        if need[1]:
+            work.start_weight(grads, saved.state)
+        # Without entries a block of the weight gradient is one product, written where it belongs.
+        finish = work.finish_block if len(t.ids) else None
         vocabulary_grads(
             t.hidden, t.weight, t.over_v, entries, logits, saved, grads.over_v,
             upstreams[2] is not None and s.head, upstreams[3] is not None,
             s.max_width if s.head else 0, s.workspace,
-            work.over_v, work.d_weight, work.over_v_bias, work.finish_block,
+            work.over_v, work.d_weight, work.over_v_bias, finish,
         )  # fmt: skip
-    return work.finish()
+    return work.finish(grads, saved.state)
 
 
 class GradientSums:
@@ -181,38 +201,28 @@ class GradientSums:
     rounded once.
     """
 
-    def __init__(
-        self,
-        t: HeadTensors,
-        s: HeadScalars,
-        state: Tensor,  # [N] uint8
-        grads,  # kernels.entry_grads.EntryGrads
-        need: tuple[bool, bool, bool],
-    ) -> None:
-        self.t, self.s, self.state, self.grads, self.need = t, s, state, grads, need
-        acc, d, v = grads.grad.dtype, len(t.over_v), len(t.weight)
+    def __init__(self, t: HeadTensors, s: HeadScalars, need: tuple[bool, bool, bool]) -> None:
+        self.t, self.s, self.need = t, s, need
+        acc, d = accumulation_dtype(t.hidden, t.weight), len(t.over_v)
         new = t.hidden.new_zeros
         self.over_v = new(d, t.hidden.shape[1], dtype=acc) if need[0] and d else None
-        self.over_v_bias = new(v, dtype=acc) if need[2] and d else None
+        self.over_v_bias = new(len(t.weight), dtype=acc) if need[2] and d else None
         self.d_weight: Tensor | None = None
-        # Without entries a block of the weight gradient is one product, written where it belongs.
-        self.finish_block = self._finish_block if len(t.ids) else None
-        if d and need[1]:
-            self._prepare_weight()
 
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        none = self.grads.grad.new_empty(0)
-        d_hidden = self._hidden() if self.need[0] else none
+    def finish(self, grads: Any, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The three gradients; the weight's here where no block wrote it before."""
+        none = grads.grad.new_empty(0)
+        d_hidden = self._hidden(grads) if self.need[0] else none
         if self.need[1] and self.d_weight is None:
-            self._prepare_weight()
-            self._finish_block(slice(0, len(self.t.weight)), None)
-        d_bias = self._bias() if self.need[2] and self.t.bias is not None else none
+            self.start_weight(grads, state)
+            self.finish_block(slice(0, len(self.t.weight)), None)
+        d_bias = self._bias(grads) if self.need[2] and self.t.bias is not None else none
         return d_hidden, none if self.d_weight is None else self.d_weight, d_bias
 
-    def _hidden(self) -> Tensor:
+    def _hidden(self, grads: Any) -> Tensor:
         from rl_loss.kernels.scattered import gathered_sums
 
-        t, grads, n = self.t, self.grads, len(self.t.labels)
+        t, n = self.t, len(self.t.labels)
         out = torch.empty_like(t.hidden, memory_format=torch.contiguous_format)
         places = skip = None
         if self.over_v is not None and len(self.over_v) < n:
@@ -235,7 +245,7 @@ class GradientSums:
 
             dtype = grad_dtype(t.hidden, t.weight)
             width = self.s.max_width, self.s.workspace
-            rows = wide_hidden_grads(t.weight, t.wide, _entries(t), grads.grad, dtype, *width)
+            rows = wide_hidden_grads(t.weight, t.wide, head_entries(t), grads.grad, dtype, *width)
             if self.over_v is not None:
                 at = t.wide if places is None else places[t.wide]
                 rows += torch.where((at >= 0)[:, None], self.over_v[at.clamp(min=0)], 0.0)
@@ -243,23 +253,23 @@ class GradientSums:
             out[t.wide] = rows.to(out.dtype)
         return out
 
-    def _prepare_weight(self) -> None:
+    def start_weight(self, grads: Any, state: Tensor) -> None:
         """The entries in the order of their ids; the gradient is allocated last, when what that
         needed is free again."""
         from rl_loss.kernels.hot_ids import hot_product, id_bounds, use_hot_ids
         from rl_loss.kernels.scattered import entries_by_id
 
-        t, grads = self.t, self.grads
-        self.hot = None
+        t, self.hot = self.t, None
         if len(t.ids) or not len(t.over_v):
             self.bounds = id_bounds(t.ids, len(t.weight))
             if use_hot_ids(t.hidden, t.weight, grads.grad):
-                rows = grads.grad, grads.rows, t.ids, self.bounds, self.state
+                rows = grads.grad, grads.rows, t.ids, self.bounds, state
                 self.hot = hot_product(t.hidden, *rows)
             self.sorted = entries_by_id(t.ids, grads.grad, grads.rows)
         self.d_weight = torch.empty_like(t.weight, memory_format=torch.contiguous_format)
 
-    def _finish_block(self, ids: slice, base: Tensor | None) -> None:
+    def finish_block(self, ids: slice, base: Tensor | None) -> None:
+        """Writes the weight gradient of these ids, `base` `[B, H]` what the blocks made of it."""
         from rl_loss.kernels.hot_ids import write_hot_rows
         from rl_loss.kernels.scattered import gathered_sums
 
@@ -278,11 +288,11 @@ class GradientSums:
         if self.hot is not None:
             write_hot_rows(self.hot, out, base, ids.start)
 
-    def _bias(self) -> Tensor:
+    def _bias(self, grads: Any) -> Tensor:
         from rl_loss.kernels.hot_ids import id_bounds
         from rl_loss.kernels.scattered import entries_by_id
 
-        t, grads = self.t, self.grads
+        t = self.t
         # Differences of one running sum, in float64: in a fixed order, as an atomic sum is not.
         _, grad, _ = entries_by_id(t.ids, grads.grad, grads.rows)
         running = torch.zeros(len(t.ids) + 1, dtype=torch.float64, device=t.ids.device)
@@ -321,17 +331,11 @@ def _backward(*args):
 
 
 def _schema(returns: int, *parts: type) -> str:
-    names = {
-        Tensor: "Tensor",
-        Tensor | None: "Tensor?",
-        float: "float",
-        int: "SymInt",
-        bool: "bool",
-    }
-    args = [
-        f"{names[hint]} {name}" for part in parts for name, hint in get_type_hints(part).items()
-    ]
-    return f"({', '.join(args)}) -> ({', '.join(['Tensor'] * returns)})"
+    types = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float"}
+    types |= {int: "SymInt", bool: "bool"}
+    hints = [hint for part in parts for hint in get_type_hints(part).items()]
+    arguments = ", ".join(f"{types[kind]} {name}" for name, kind in hints)
+    return f"({arguments}) -> ({', '.join(['Tensor'] * returns)})"
 
 
 _head_fwd = torch.library.custom_op(
@@ -359,7 +363,7 @@ def _(*args):
         new(n),
         new(nnz),
         new(n),
-        new(n if s.entropy else none),
+        new(n if s.want_entropy else none),
         new(nnz, torch.bool),
         new(n),
         new(n if t.over_v.shape[0] else none),

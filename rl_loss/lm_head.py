@@ -205,7 +205,7 @@ def head_inputs(
         rounded=transform.rounded,
         max_width=plan.max_width,
         head=plan.head,
-        entropy=("support", "full").index(entropy) + 1 if entropy else 0,
+        want_entropy=("support", "full").index(entropy) + 1 if entropy else 0,
         workspace=workspace,
     )
     return tensors, scalars, on
@@ -219,7 +219,7 @@ def _on_kernels(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -
         logprobs=logprobs.reshape(shape),
         support_logprobs=support_logprobs,
         trainer_tail_logprobs=tails.reshape(shape),
-        entropy=uncertainty.reshape(shape) if scalars.entropy else None,
+        entropy=uncertainty.reshape(shape) if scalars.want_entropy else None,
         support_valid=valid,
         active=on,
     )
