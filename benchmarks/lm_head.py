@@ -31,6 +31,8 @@ from benchmarks.workloads import (
     fixed,
     forced_length,
     full_vocabulary,
+    mixed_rows,
+    prompts,
     real_like,
     real_rows,
 )
@@ -44,8 +46,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "chat": chat_like,
     "forced": forced_length,
     "full": full_vocabulary,
+    "prompts": prompts,
+    "mixed": mixed_rows,
 }
-H200 = ["k8", "k20", "k128", "k512", "chat", "forced", "full"]
+H200 = ["k8", "k20", "k128", "k512", "chat", "forced", "full", "prompts", "mixed"]
 
 
 def workloads() -> dict[str, Callable[[], Workload]]:
@@ -55,13 +59,17 @@ def workloads() -> dict[str, Callable[[], Workload]]:
     return {"real": lambda: real_rows(folder)[0], **WORKLOADS}
 
 
-def exact(work: Workload, block: int = 2**15) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Log-probabilities of the labels and both gradients of replayed rows, in float64.
+def exact(work: Workload) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Log-probabilities of the labels and both gradients in float64; None for rows of several
+    kinds, whose errors the tests measure."""
+    kinds = set(work.support.host.kind.tolist())
+    if kinds == {1}:
+        return exact_replay(work)
+    return exact_full(work) if kinds == {0} else None
 
-    A block of entries at a time; None where rows are over the vocabulary.
-    """
-    if not work.support.nnz:
-        return None
+
+def exact_replay(work: Workload, block: int = 2**15) -> tuple[Tensor, Tensor, Tensor]:
+    """A block of entries at a time."""
     rows, ids, n = work.support.entry_rows, work.support.ids.long(), len(work.labels)
     spans = [slice(at, at + block) for at in range(0, len(ids), block)]
     hidden, weight = work.hidden.detach(), work.weight.detach()
@@ -81,13 +89,29 @@ def exact(work: Workload, block: int = 2**15) -> tuple[Tensor, Tensor, Tensor] |
     return zeros.index_add(0, rows, torch.where(label, logp, 0.0)), d_hidden, d_weight
 
 
-def exact_labels(work: Workload) -> Tensor:
-    """Log-probabilities over the vocabulary of the first 512 labels, in float64."""
-    z = work.hidden[:512].detach().double() @ work.weight.detach().double().T
-    return z.log_softmax(-1).gather(1, work.labels[:512, None])[:, 0]
+def exact_full(work: Workload, block: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
+    """A block of rows at a time."""
+    hidden, weight = work.hidden.detach().double(), work.weight.detach().double()
+    d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+    logprobs = []
+    for start in range(0, len(hidden), block):
+        rows = slice(start, start + block)
+        logp = (hidden[rows] @ weight.T).log_softmax(-1)
+        label, upstream = work.labels[rows, None], work.d_logprobs[rows, None].double()
+        logprobs.append(logp.gather(1, label)[:, 0])
+        dz = logp.exp_().mul_(-upstream).scatter_add_(1, label, upstream)
+        d_hidden[rows] = dz @ weight
+        d_weight.addmm_(dz.T, hidden[rows])
+    return torch.cat(logprobs), d_hidden, d_weight
 
 
-def measure(name: str, peer: Peer, work: Workload, truth, repeats: int) -> Row:
+def measure(
+    name: str,
+    peer: Peer,
+    work: Workload,
+    truth: tuple[Tensor, Tensor, Tensor] | None,
+    repeats: int,
+) -> Row:
     if not peer.available:
         return Row(name, f"unavailable: no {peer.package}")
     if peer.float32:
@@ -115,12 +139,11 @@ def measure(name: str, peer: Peer, work: Workload, truth, repeats: int) -> Row:
         row = Row(name, extra_mib=extra_mib(both, sizes))
         gradients = work.hidden.grad, work.weight.grad
         logprobs = peer.way(work)[0].detach()
-        if logprobs.dim():
-            wanted = truth[0] if work.support.nnz else truth
-            row.logprob_error = float((logprobs[: len(wanted)].double() - wanted).abs().max())
-            if work.support.nnz:
-                pairs = zip(gradients, truth[1:], strict=True)
-                row.gradient_error = max(relative_error(got, want) for got, want in pairs)
+        if logprobs.dim() and truth is not None:
+            wrong = (logprobs.double() - truth[0]).abs()
+            row.logprob_error = float((wrong if work.active is None else wrong[work.active]).max())
+            pairs = zip(gradients, truth[1:], strict=True)
+            row.gradient_error = max(relative_error(got, want) for got, want in pairs)
         del gradients, logprobs
         row.forward_ms = middle(milliseconds(forward, repeats))[0]
         row.both_ms, row.both_min_ms, row.both_max_ms = middle(milliseconds(both, repeats))
@@ -134,15 +157,13 @@ def measure(name: str, peer: Peer, work: Workload, truth, repeats: int) -> Row:
     return row
 
 
-def run(work: Workload, dtype: str, peers: list[str], repeats: int) -> dict:
+def run(key: str, work: Workload, dtype: str, peers: list[str], repeats: int) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     work = work.to(device, getattr(torch, dtype))
-    replay = work.support.nnz > 0
-    truth = exact(work) if replay else exact_labels(work)
-    rows = []
+    truth, rows = exact(work), []
     for name in peers:
         peer = PEERS[name]
-        if not (peer.replay if replay else peer.full):
+        if not peer.takes(key, work):
             continue
         if device == "cuda" and name == "full log_softmax":
             continue  # 10 GB of logits and as many again: chunked torch stands for it
@@ -252,7 +273,7 @@ def main() -> None:
     dtype = options.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     tables = {}
     for key in [k for name in options.preset for k in (H200 if name == "h200" else [name])]:
-        tables[key] = run(known[key](), dtype, options.peers, options.repeats)
+        tables[key] = run(key, known[key](), dtype, options.peers, options.repeats)
         show(key, tables[key])
         if options.save:
             write(options.save, tables)

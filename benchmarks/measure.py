@@ -57,15 +57,19 @@ def middle(times: list[float]) -> tuple[float, float, float]:
     return median(times), min(times), max(times)
 
 
-def gpu_milliseconds(function: Callable[[], object]) -> tuple[float, int]:
-    """The kernels' own times of one call, summed, and how many were launched."""
+def gpu_milliseconds(function: Callable[[], object], calls: int = 3) -> tuple[float, int]:
+    """The kernels' own times of one call, summed (median of some calls), and their number."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as run:
-        function()
-        synchronize()
-    kernels = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(e.device_time_total for e in kernels) / 1e3, len(kernels)
+    times, launches = [], 0
+    for _ in range(calls):
+        with profile(activities=[ProfilerActivity.CUDA]) as run:
+            function()
+            synchronize()
+        kernels = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        times.append(sum(e.device_time_total for e in kernels) / 1e3)
+        launches = len(kernels)
+    return median(times), launches
 
 
 def extra_mib(function: Callable[[], object], gradients: int) -> float:
@@ -88,16 +92,20 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
-def write(name: str, tables: dict[str, dict]) -> Path:
-    """Writes `results/<name>.json` with everything that a number depends on."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(name: str, tables: dict[str, dict]) -> None:
+    """Writes the tables to `results/<name>.json`."""
     tables = {
         work: {**table, "rows": [asdict(row) for row in table["rows"]]}
         for work, table in tables.items()
     }
-    path.write_text(json.dumps({**environment(), "tables": tables}, indent=1) + "\n")
-    return path
+    write_json(name, {"tables": tables})
+
+
+def write_json(name: str, made: dict) -> None:
+    """Writes `results/<name>.json` with everything that a number depends on."""
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({**environment(), **made}, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
 def environment() -> dict[str, str]:

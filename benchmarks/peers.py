@@ -3,13 +3,15 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import Workload
-from rl_loss import LossInputs, fused_lm_head, icepop_loss
+from rl_loss import LossInputs, fused_lm_head, fused_lm_head_loss, icepop_loss
 
 # Maps a workload whose hidden and weight are leaves to its outputs, in the order of
 # `upstreams`: log-probabilities of the labels [N], then of the support entries [nnz].
@@ -23,16 +25,28 @@ class Peer:
     way: Way
     replay: bool = True
     full: bool = False
+    kinds: bool = False  # rows of all kinds in one batch
+    active: bool = False  # leaves out the rows that no loss reads
+    only: str | None = None  # run on this preset alone
     package: str | None = None
     float32: bool = False  # computes in float32 alone
+
+    def takes(self, key: str, work: Workload) -> bool:
+        if self.only not in (None, key):
+            return False
+        if work.active is not None:
+            return self.active
+        kinds = set(work.support.host.kind.tolist())
+        return self.full if kinds == {0} else self.replay if kinds == {1} else self.kinds
 
     @property
     def available(self) -> bool:
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
-def ours(work: Workload) -> tuple[Tensor, ...]:
-    out = fused_lm_head(work.hidden, work.weight, work.labels, work.support)
+def ours(work: Workload, **options: Any) -> tuple[Tensor, ...]:
+    rows = work.hidden, work.weight, work.labels, work.support
+    out = fused_lm_head(*rows, active=work.active, **options)
     return _some(work, out.logprobs, out.support_logprobs)
 
 
@@ -40,20 +54,41 @@ def _some(work: Workload, logprobs: Tensor, entries: Tensor) -> tuple[Tensor, ..
     return (logprobs, entries) if work.support.nnz else (logprobs,)
 
 
-def with_loss(centering: bool) -> Way:
-    """Our head and icepop: one scalar, of which every token has its share."""
+def with_loss(evidence: bool, compiled: bool = False) -> Way:
+    """Our head and icepop: one scalar, of which every token has its share.
 
-    def way(work: Workload) -> tuple[Tensor, ...]:
-        out = fused_lm_head(work.hidden, work.weight, work.labels, work.support)
-        inputs = LossInputs.from_head(
-            out,
-            work.support,
-            inference_logprobs=out.logprobs.detach() - 0.01,
-            advantages=-work.d_logprobs,
-        )
-        return (icepop_loss(inputs, score_centering=centering).loss,)
+    Without evidence the loss reads the sampled tokens alone: no centering and no metric of it.
+    """
 
-    return way
+    def step(hidden: Tensor, weight: Tensor, work: Workload) -> Tensor:
+        out = fused_lm_head(hidden, weight, work.labels, work.support, active=work.active)
+        values = {
+            "inference_logprobs": out.logprobs.detach() - 0.01,
+            "advantages": -work.d_logprobs,
+        }
+        if evidence:
+            inputs = LossInputs.from_head(out, work.support, **values)
+        else:
+            inputs = LossInputs(trainer_logprobs=out.logprobs, loss_mask=out.active, **values)
+        return icepop_loss(inputs).loss
+
+    whole = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
+    return lambda work: (whole(work.hidden, work.weight, work),)
+
+
+def one_pass(work: Workload) -> tuple[Tensor, ...]:
+    """Our head and icepop in one pass."""
+    loss = fused_lm_head_loss(
+        work.hidden,
+        work.weight,
+        work.labels,
+        work.support,
+        active=work.active,
+        loss=icepop_loss,
+        inference_logprobs=torch.full_like(work.d_logprobs, -1.0),
+        advantages=-work.d_logprobs,
+    )
+    return (loss.loss,)
 
 
 def full_log_softmax(work: Workload) -> tuple[Tensor, ...]:
@@ -115,6 +150,15 @@ def liger(reduction: str) -> Way:
         return (-loss.float(),)
 
     return way
+
+
+def liger_hopper(work: Workload) -> tuple[Tensor, ...]:
+    """liger-kernel's scaled cross entropy for Hopper, in CuTe: an upstream a token."""
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
+        LigerFusedScaledCrossEntropySM90Function,
+    )
+
+    return (-LigerFusedScaledCrossEntropySM90Function.apply(work.hidden, work.weight, work.labels),)
 
 
 def cut_cross_entropy(work: Workload) -> tuple[Tensor, ...]:
@@ -195,9 +239,13 @@ class _PaddedDense(torch.autograd.Function):
 
 
 PEERS: dict[str, Peer] = {
-    "rl_loss": Peer(ours, full=True),
-    "rl_loss + icepop, centered": Peer(with_loss(True)),
-    "rl_loss + icepop, plain": Peer(with_loss(False)),
+    "rl_loss": Peer(ours, full=True, kinds=True, active=True),
+    "rl_loss, 256 MiB": Peer(partial(ours, workspace_mib=256), replay=False, full=True),
+    "rl_loss + icepop": Peer(with_loss(True), full=True, kinds=True, active=True),
+    "rl_loss + icepop, one pass": Peer(one_pass, replay=False, full=True, kinds=True, active=True),
+    "rl_loss + icepop, no evidence": Peer(with_loss(False)),
+    "rl_loss + icepop, compiled": Peer(with_loss(True, True), only="k128"),
+    "rl_loss + icepop, no evidence, compiled": Peer(with_loss(False, True), only="k128"),
     "torch.sparse": Peer(cusparse, float32=True),
     "eager CSR pairs": Peer(csr_pairs),
     "padded dense replay": Peer(padded_dense_replay),
@@ -205,6 +253,7 @@ PEERS: dict[str, Peer] = {
     "chunked torch": Peer(chunked_torch, replay=False, full=True),
     "Liger, none": Peer(liger("none"), replay=False, full=True, package="liger_kernel"),
     "Liger, mean": Peer(liger("mean"), replay=False, full=True, package="liger_kernel"),
+    "Liger, Hopper": Peer(liger_hopper, replay=False, full=True, package="cutlass"),
     "CCE, unfiltered": Peer(
         cut_cross_entropy, replay=False, full=True, package="cut_cross_entropy"
     ),

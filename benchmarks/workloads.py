@@ -25,12 +25,15 @@ class Workload:
     support: Support
     d_logprobs: Tensor  # [N]
     d_support_logprobs: Tensor  # [nnz]
+    active: Tensor | None = None  # [N] bool on the host: the rows that a loss reads
 
     @property
     def shape(self) -> str:
         n, h = self.hidden.shape
         widths = self.support.host.offsets.diff()
         shape = f"N {n}, H {h}, V {len(self.weight)}"
+        if self.active is not None:
+            shape += f", {int(self.active.sum())} active"
         if self.support.nnz == 0:
             return f"{shape}, no supports"
         mean, top = widths.double().mean(), int(widths.max())
@@ -45,6 +48,7 @@ class Workload:
             self.support.to(device),
             self.d_logprobs.to(device),
             self.d_support_logprobs.to(device),
+            self.active,
         )
 
 
@@ -157,6 +161,35 @@ def full_vocabulary() -> Workload:
     work = fixed(1)
     empty = Support.empty(N)
     return _with_upstream("full vocabulary", work.hidden, work.weight, work.labels, empty)
+
+
+def prompts() -> Workload:
+    """As `full_vocabulary`, 75 % of the rows in prompts: no loss reads them."""
+    work = full_vocabulary()
+    work.name, work.active = "prompts", torch.zeros(N, dtype=torch.bool)
+    for start in range(0, N, 1024):  # of each sequence the last quarter is sampled
+        work.active[start + 768 : start + 1024] = True
+    work.d_logprobs[~work.active] = 0.0
+    return work
+
+
+def mixed_rows() -> Workload:
+    """All four kinds by turns: 20 replayed ids, none, the top 20, 20 draws."""
+    work = fixed(20)
+    kind = torch.tensor([1, 0, 2, 3], dtype=torch.int8).repeat(N // 4)
+    rows = work.support.entry_rows
+    held = kind[rows] != 0
+    counts = torch.where(kind == 0, 0, 20)
+    q = torch.where(kind[rows] == 2, 0.9, 1.0).log() + work.support.sampler_logprobs
+    support = Support(
+        ids=work.support.ids[held],
+        sampler_logprobs=q[held].float(),
+        known=torch.ones(int(held.sum()), dtype=torch.bool),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
+        kind=kind,
+        sampler_tail_mass=torch.where(kind == 2, 0.1, torch.where(kind == 0, 1.0, 0.0)),
+    )
+    return _with_upstream("mixed", work.hidden, work.weight, work.labels, support)
 
 
 def _twice(rows: Tensor, ids: Tensor, v: int) -> Tensor:

@@ -8,7 +8,6 @@ from einops import repeat
 from torch import Tensor
 
 from rl_loss.host import host_sees
-from rl_loss.segments import segment_sum
 from rl_loss.support import TOLERANCE, RowKind, first_row, rows_of_entries
 
 # As plain ints: torch.compile compares no tensor with an enum.
@@ -31,13 +30,33 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Where the E entries of N rows stand: row after row, or padded `[N, K]`."""
+
+    n: int
+    size: int  # E
+    rows: Tensor | None = None  # [E] int64 each entry's row; None: padded
+    offsets: Tensor | None = None  # [N + 1] int64 their bounds; None: padded
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`[E]` to `[N]`, each row in a fixed order."""
+        if self.offsets is None:
+            return values.reshape(self.n, self.size // max(1, self.n)).sum(-1)
+        return torch.segment_reduce(values, "sum", offsets=self.offsets, unsafe=True)
+
+    def at(self, values: Tensor) -> Tensor:
+        """`[N]` to `[E]`."""
+        return to_entries(values, self.rows, self.size)
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The E support entries of these rows, detached; where not `valid` every value is 0."""
 
     valid: Tensor  # [E] bool
     log_p: Tensor  # [E]
     log_q: Tensor  # [E]
-    rows: Tensor | None  # [E] each entry's row; None where entries are padded [N, K]
+    layout: "Layout"
     kind: Tensor  # [N] int8
     size: Tensor  # [N] the number of valid entries
     usable: Tensor  # [N] bool: a loss row of which some entry is valid
@@ -60,17 +79,11 @@ class Evidence:
 
     def sum(self, values: Tensor) -> Tensor:
         """`[E]` to `[N]`."""
-        return _sum(values, self.rows, len(self.kind))
+        return self.layout.sum(values)
 
     def at(self, values: Tensor) -> Tensor:
         """`[N]` to `[E]`."""
-        return to_entries(values, self.rows, len(self.valid))
-
-
-def _sum(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
-    if rows is None:
-        return values.reshape(n, len(values) // max(1, n)).sum(-1)
-    return segment_sum(values, rows, n)
+        return self.layout.at(values)
 
 
 def to_entries(values: Tensor, rows: Tensor | None, n_entries: int) -> Tensor:
@@ -122,9 +135,10 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
         )
     if log_p is None or log_q is None:
         log_p = log_q = torch.zeros(0, dtype=dtype, device=device)
-        rows: Tensor | None = torch.zeros(0, dtype=torch.int64, device=device)
+        rows = torch.zeros(0, dtype=torch.int64, device=device)
+        layout = Layout(n, 0, rows, torch.zeros(n + 1, dtype=torch.int64, device=device))
     else:
-        rows = _entry_rows(inputs, log_p)
+        layout = _layout(inputs, log_p)
     given = getattr(inputs, "support_valid", None)
     valid: Tensor = torch.ones_like(log_p, dtype=torch.bool) if given is None else given
     for name, value in {"sampler_support_logprobs": log_q, "support_valid": valid}.items():
@@ -138,31 +152,31 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     kind, mass = _kind_and_mass(inputs, n, dtype, device)
     kind = torch.where(tokens.mask, kind, _NONE)
     valid = valid.reshape(-1)
-    valid = valid & to_entries(tokens.mask & (kind > _NONE), rows, len(valid))
+    valid = valid & layout.at(tokens.mask & (kind > _NONE))
     log_p = torch.where(valid, log_p.detach().reshape(-1).to(dtype), 0.0)
     log_q = torch.where(valid, log_q.detach().reshape(-1).to(dtype), 0.0)
-    size = _sum(valid.to(dtype), rows, n)
+    size = layout.sum(valid.to(dtype))
     usable = size > 0
     modelled = usable & (kind != _DRAWS)
     q_tail = torch.zeros(n, dtype=dtype, device=device) if mass is None else mass
     q_tail = torch.where(modelled, q_tail, 0.0)
     wanted = modelled & ((q_tail > 0) | (kind == _HEAD))
-    log_p_tail = _trainer_tail(inputs, log_p, valid, rows, wanted)
+    log_p_tail = _trainer_tail(inputs, log_p, valid, layout, wanted)
     some = modelled & (log_p_tail > -torch.inf)
     p_tail = torch.where(some, log_p_tail, -torch.inf).exp()
     has_tail = some & (q_tail > 0)
-    total = q_tail + _sum(torch.where(valid, log_q.exp(), 0.0), rows, n)
+    total = q_tail + layout.sum(torch.where(valid, log_q.exp(), 0.0))
     wrong = valid & ~(log_q.isfinite() & (log_q <= TOLERANCE) & log_p.isfinite())
-    if rows is not None:  # in padded rows an entry without q cannot be told from padding
-        wrong |= ~valid & to_entries(kind == _DRAWS, rows, len(valid))
-    bad = (kind < _NONE) | (kind > _DRAWS) | (_sum(wrong.to(dtype), rows, n) > 0)
+    if layout.rows is not None:  # in padded rows an entry without q cannot be told from padding
+        wrong |= ~valid & layout.at(kind == _DRAWS)
+    bad = (kind < _NONE) | (kind > _DRAWS) | (layout.sum(wrong.to(dtype)) > 0)
     bad |= modelled & (log_p_tail.isnan() | ~(q_tail >= -TOLERANCE))
     bad |= modelled & ~((total - 1).abs() <= TOLERANCE)
     return Evidence(
         valid=valid,
         log_p=log_p,
         log_q=log_q,
-        rows=rows,
+        layout=layout,
         kind=kind,
         size=size,
         usable=usable,
@@ -176,8 +190,7 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     )
 
 
-def _entry_rows(inputs: Any, log_p: Tensor) -> Tensor | None:
-    """Each entry's row, or None where the entries are padded."""
+def _layout(inputs: Any, log_p: Tensor) -> Layout:
     shape, n = inputs.loss_mask.shape, inputs.loss_mask.numel()
     offsets = getattr(inputs, "support_offsets", None)
     if offsets is not None:
@@ -188,13 +201,14 @@ def _entry_rows(inputs: Any, log_p: Tensor) -> Tensor | None:
             )
         if host_sees(offsets.device):
             _check_offsets(offsets, len(log_p))
-        return rows_of_entries(offsets, len(log_p))
+        offsets = offsets.to(torch.int64).contiguous()
+        return Layout(n, len(log_p), rows_of_entries(offsets, len(log_p)), offsets)
     if log_p.dim() != len(shape) + 1 or log_p.shape[:-1] != shape:
         raise ValueError(
             f"trainer_support_logprobs must be [*{tuple(shape)}, K] without support_offsets, "
             f"got {tuple(log_p.shape)}"
         )
-    return None
+    return Layout(n, log_p.numel())
 
 
 def _check_offsets(offsets: Tensor, nnz: int) -> None:
@@ -231,7 +245,7 @@ def _kind_and_mass(
 
 
 def _trainer_tail(
-    inputs: Any, log_p: Tensor, valid: Tensor, rows: Tensor | None, wanted: Tensor
+    inputs: Any, log_p: Tensor, valid: Tensor, layout: Layout, wanted: Tensor
 ) -> Tensor:
     """`log p_tail`, `[N]`: as given, or from the known ids where nothing was given."""
     given = getattr(inputs, "trainer_tail_logprobs", None)
@@ -241,6 +255,6 @@ def _trainer_tail(
                 f"trainer_tail_logprobs must have {len(wanted)} rows, got {tuple(given.shape)}"
             )
         return given.detach().reshape(-1).to(log_p.dtype)
-    rest = 1 - _sum(torch.where(valid, log_p.exp(), 0.0), rows, len(wanted))
+    rest = 1 - layout.sum(torch.where(valid, log_p.exp(), 0.0))
     some = wanted & (rest > 8 * torch.finfo(log_p.dtype).eps)
     return torch.where(some, torch.where(some, rest, 1.0).log(), -torch.inf)

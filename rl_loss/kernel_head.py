@@ -331,7 +331,7 @@ def _backward(*args):
 
 
 def _schema(returns: int, *parts: type) -> str:
-    types = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float"}
+    types: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float"}
     types |= {int: "SymInt", bool: "bool"}
     hints = [hint for part in parts for hint in get_type_hints(part).items()]
     arguments = ", ".join(f"{types[kind]} {name}" for name, kind in hints)

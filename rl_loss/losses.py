@@ -286,7 +286,7 @@ def _loss(
         d_tokens,
         d_entries,
         d_tails,
-        evidence.rows,
+        evidence.layout.rows,
     )
     return LossOutputs(
         loss=per_token.sum(),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def fused_lm_head_loss(
     bias: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    impl: str = "auto",
+    impl: Literal["auto", "reference", "triton"] = "auto",
     logits_dtype: torch.dtype | None = None,
     workspace_mib: float = 2560,
     process_group: Any = None,
@@ -94,7 +94,7 @@ def fused_lm_head_loss(
         )
     weight, bias = local_tensor("weight", weight), local_tensor("bias", bias)
     check_tensors(hidden, weight, labels, support, bias, active)
-    per_token = {
+    per_token: dict[str, Any] = {
         "inference_logprobs": inference_logprobs,
         "advantages": advantages,
         "loss_weights": loss_weights,
@@ -151,7 +151,7 @@ class _Step:
         loss: Callable[..., LossOutputs],
         active: Tensor | None,  # [...] bool, on the host where rows are over the vocabulary
         on: Tensor,  # [...] bool
-        per_token: dict[str, Tensor | None],
+        per_token: dict[str, Any],
     ) -> None:
         self.support, self.scalars, self.loss = support, scalars, loss
         self.grads = torch.is_grad_enabled()
