@@ -127,6 +127,8 @@ def measure(
     def both() -> None:
         work.hidden.grad = work.weight.grad = None
         outputs = peer.way(work)
+        if peer.whole:
+            return
         if outputs[0].dim() == 0:
             outputs[0].backward()
         else:
@@ -153,7 +155,7 @@ def measure(
         row = Row(name, "out of memory")
     except Exception as error:  # a peer's own limit is a result, not the end of the table
         row = Row(name, f"failed: {type(error).__name__}: {error}"[:90])
-    work.hidden.grad = work.weight.grad = None
+    work.hidden.grad = work.weight.grad = work.graph = None
     return row
 
 
@@ -165,6 +167,8 @@ def run(key: str, work: Workload, dtype: str, peers: list[str], repeats: int) ->
         peer = PEERS[name]
         if not peer.takes(key, work):
             continue
+        if device == "cpu" and (peer.whole or peer.only):
+            continue  # a graph, a compiled step: ways to launch on a GPU
         if device == "cuda" and name == "full log_softmax":
             continue  # 10 GB of logits and as many again: chunked torch stands for it
         rows.append(measure(name, peer, work, truth, repeats))

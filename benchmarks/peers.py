@@ -27,6 +27,7 @@ class Peer:
     full: bool = False
     kinds: bool = False  # rows of all kinds in one batch
     active: bool = False  # leaves out the rows that no loss reads
+    whole: bool = False  # does its own backward
     only: str | None = None  # run on this preset alone
     package: str | None = None
     float32: bool = False  # computes in float32 alone
@@ -74,6 +75,33 @@ def with_loss(evidence: bool, compiled: bool = False) -> Way:
 
     whole = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
     return lambda work: (whole(work.hidden, work.weight, work),)
+
+
+def graphed(work: Workload) -> tuple[Tensor, ...]:
+    """Our head and its backward, captured once in a CUDA graph and replayed: one launch."""
+    if work.graph is None:
+        hidden, weight = (
+            work.hidden.detach().requires_grad_(),
+            work.weight.detach().requires_grad_(),
+        )
+        upstreams = [work.d_logprobs, work.d_support_logprobs]
+
+        def step() -> tuple[Tensor, ...]:
+            out = fused_lm_head(hidden, weight, work.labels, work.support)
+            outputs = out.logprobs, out.support_logprobs
+            return *outputs, *torch.autograd.grad(outputs, (hidden, weight), upstreams)
+
+        with torch.cuda.stream(torch.cuda.Stream()):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        work.graph = graph, results
+    graph, results = work.graph
+    graph.replay()
+    work.hidden.grad, work.weight.grad = results[2:]
+    return results[:2]
 
 
 def one_pass(work: Workload) -> tuple[Tensor, ...]:
@@ -241,6 +269,7 @@ class _PaddedDense(torch.autograd.Function):
 PEERS: dict[str, Peer] = {
     "rl_loss": Peer(ours, full=True, kinds=True, active=True),
     "rl_loss, 256 MiB": Peer(partial(ours, workspace_mib=256), replay=False, full=True),
+    "rl_loss, CUDA graph": Peer(graphed, whole=True),
     "rl_loss + icepop": Peer(with_loss(True), full=True, kinds=True, active=True),
     "rl_loss + icepop, one pass": Peer(one_pass, replay=False, full=True, kinds=True, active=True),
     "rl_loss + icepop, no evidence": Peer(with_loss(False)),

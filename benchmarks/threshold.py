@@ -1,14 +1,14 @@
-"""From which width a row's product over V is cheaper than gathering: `python -m benchmarks.threshold`.
+"""From which width a row's product over V beats gathering: `python -m benchmarks.threshold`.
 
-Replayed rows of several numbers and widths take both ways, forward and backward; what a gathered
-entry, a row's product and the reading of the weight cost is fitted to the difference, and printed
-as the two constants of `rl_loss/csr.py`.
+Replayed rows of several numbers and widths take both ways, forward and backward. For each number
+of rows the width at which both take the same time is interpolated: `ENTRIES_A_PRODUCT` of
+`rl_loss/csr.py` is this width as a share of V.
 """
 
 import argparse
+from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 import rl_loss.csr as csr
 from benchmarks.measure import environment, gpu_milliseconds, write_json
@@ -32,12 +32,12 @@ def milliseconds(work: Workload, widest: float) -> float:
     return gpu_milliseconds(both)[0]
 
 
-def fit(points: list[tuple[int, int, float]]) -> Tensor:
-    """Least squares of `gathered - product = a * rows * width - b * rows - c`; `[a, b, c]`."""
-    made = [[rows * width, -rows, -1.0] for rows, width, _ in points]
-    gaps = [[gap] for *_, gap in points]
-    made, gaps = (torch.tensor(part, dtype=torch.float64) for part in (made, gaps))
-    return torch.linalg.lstsq(made, gaps).solution[:, 0]
+def crossing(widths: list[int], gaps: list[float]) -> float | None:
+    """Where `gathered - product` passes 0."""
+    for (low, below), (high, above) in pairwise(zip(widths, gaps, strict=True)):
+        if below <= 0 < above:
+            return low + (high - low) * below / (below - above)
+    return None
 
 
 def main() -> None:
@@ -47,25 +47,25 @@ def main() -> None:
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.json")
     options = parser.parse_args()
     h, v = options.hidden, options.vocab
-    points, kept = [], (csr.ENTRIES_A_PRODUCT, csr.ENTRIES_A_READ)
     print(", ".join(f"{name} {value}" for name, value in environment().items()))
-    print(
-        f"H {h}, V {v}, bfloat16\n{'rows':>6} {'width':>7} {'gathered ms':>12} {'product ms':>11}"
-    )
-    for rows in (32, 256, 1024):
-        for width in (1000, 2000, 4000, 16000):
+    print(f"H {h}, V {v}, bfloat16")
+    print(f"{'rows':>6} {'width':>7} {'gathered ms':>12} {'product ms':>11}")
+    tables = {}
+    for rows in (4, 32, 256, 1024):
+        widths, times = [], []
+        for share in (400, 200, 100, 50, 12):
+            width = v // share
             if rows * width > 5_000_000:
                 continue
             work = zipf_rows("rows", torch.full((rows,), width), h, v).to("cuda", torch.bfloat16)
-            gathered, product = milliseconds(work, 2.0), milliseconds(work, 0.0)
-            points.append((rows, width, gathered - product))
-            print(f"{rows:6} {width:7} {gathered:12.3f} {product:11.3f}")
-    a, b, c = fit(points).tolist()
-    print(f"a product takes as long as V / {v * a / b:.0f} entries, a reading as {c / a / v:.2f} V")
-    csr.ENTRIES_A_PRODUCT, csr.ENTRIES_A_READ = kept
+            widths.append(width)
+            times.append((milliseconds(work, 2.0), milliseconds(work, 0.0)))
+            print(f"{rows:6} {width:7} {times[-1][0]:12.3f} {times[-1][1]:11.3f}", flush=True)
+        at = crossing(widths, [gathered - product for gathered, product in times])
+        print(f"{rows:6} equal at " + ("no width tried" if at is None else f"V / {v / at:.0f}"))
+        tables[rows] = {"widths": widths, "gathered_product_ms": times, "equal_at": at}
     if options.save:
-        made = {"points": points, "entries_a_product": b / a / v, "entries_a_read": c / a / v}
-        write_json(options.save, {"H": h, "V": v, **made})
+        write_json(options.save, {"H": h, "V": v, "rows": tables})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ class Workload:
     d_logprobs: Tensor  # [N]
     d_support_logprobs: Tensor  # [nnz]
     active: Tensor | None = None  # [N] bool on the host: the rows that a loss reads
+    graph: Any = None  # a captured step and its results
 
     @property
     def shape(self) -> str:

@@ -38,12 +38,12 @@ class HeadPlan(NamedTuple):
 
 TILE = 32  # entries of a tile
 
-# What one H200 gathers, reads and multiplies while it does one unit of the others, in entries of
-# a support: a row's product with the whole vocabulary takes as long as V / 77 gathered entries,
-# reading the weight for it as long as 2 V (`python -m benchmarks.threshold` measures both). H
-# cancels out.
-ENTRIES_A_PRODUCT = 1 / 77
-ENTRIES_A_READ = 2.0
+# Where a row's product with all of V takes as long as gathering its entries, in entries a V, and
+# how many entries beyond that must come together for the weight to be read. Measured on an H200
+# (`python -m benchmarks.threshold`): both sides grow with H, and what a GPU gathers in the time of
+# a multiplication changes little from one to the next, so V alone decides.
+ENTRIES_A_PRODUCT = 1 / 100
+ENTRIES_A_READ = 0.1
 
 
 def widest_gathered(vocab_size: int) -> float:

@@ -177,20 +177,22 @@ def head_bwd(
     grads = EntryGrads.new(saved, len(t.over_v) > 0)
     entry_grads(grads, saved, entries, logits, upstreams, s.want_entropy == 2)
     work = GradientSums(t, s, need)
+    work.grads, work.state = grads, saved.state
+    del grads  # theirs alone: what a step has used is free for the next
     if len(t.over_v):
         from rl_loss.blocks import vocabulary_grads
 
         if need[1]:
-            work.start_weight(grads, saved.state)
+            work.start_weight()
         # Without entries a block of the weight gradient is one product, written where it belongs.
         finish = work.finish_block if len(t.ids) else None
         vocabulary_grads(
-            t.hidden, t.weight, t.over_v, entries, logits, saved, grads.over_v,
+            t.hidden, t.weight, t.over_v, entries, logits, saved, work.grads.over_v,
             upstreams[2] is not None and s.head, upstreams[3] is not None,
             s.max_width if s.head else 0, s.workspace,
             work.over_v, work.d_weight, work.over_v_bias, finish,
         )  # fmt: skip
-    return work.finish(grads, saved.state)
+    return work.finish()
 
 
 class GradientSums:
@@ -208,21 +210,25 @@ class GradientSums:
         self.over_v = new(d, t.hidden.shape[1], dtype=acc) if need[0] and d else None
         self.over_v_bias = new(len(t.weight), dtype=acc) if need[2] and d else None
         self.d_weight: Tensor | None = None
+        self.grads: Any = None  # kernels.entry_grads.EntryGrads
+        self.state: Any = None  # [N] uint8
+        self.sorted: tuple[Tensor, Tensor, Tensor] | None = None  # entries by id
 
-    def finish(self, grads: Any, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """The three gradients; the weight's here where no block wrote it before."""
-        none = grads.grad.new_empty(0)
-        d_hidden = self._hidden(grads) if self.need[0] else none
+        none = self.grads.grad.new_empty(0)
+        d_hidden = self._hidden() if self.need[0] else none
         if self.need[1] and self.d_weight is None:
-            self.start_weight(grads, state)
+            self.start_weight()
+            self.grads = None
             self.finish_block(slice(0, len(self.t.weight)), None)
-        d_bias = self._bias(grads) if self.need[2] and self.t.bias is not None else none
+        d_bias = self._bias() if self.need[2] and self.t.bias is not None else none
         return d_hidden, none if self.d_weight is None else self.d_weight, d_bias
 
-    def _hidden(self, grads: Any) -> Tensor:
+    def _hidden(self) -> Tensor:
         from rl_loss.kernels.scattered import gathered_sums
 
-        t, n = self.t, len(self.t.labels)
+        t, grads, n = self.t, self.grads, len(self.t.labels)
         out = torch.empty_like(t.hidden, memory_format=torch.contiguous_format)
         places = skip = None
         if self.over_v is not None and len(self.over_v) < n:
@@ -253,28 +259,36 @@ class GradientSums:
             out[t.wide] = rows.to(out.dtype)
         return out
 
-    def start_weight(self, grads: Any, state: Tensor) -> None:
+    def start_weight(self) -> None:
         """The entries in the order of their ids; the gradient is allocated last, when what that
         needed is free again."""
-        from rl_loss.kernels.hot_ids import hot_product, id_bounds, use_hot_ids
-        from rl_loss.kernels.scattered import entries_by_id
+        from rl_loss.kernels.hot_ids import hot_product, use_hot_ids
 
         t, self.hot = self.t, None
         if len(t.ids) or not len(t.over_v):
-            self.bounds = id_bounds(t.ids, len(t.weight))
-            if use_hot_ids(t.hidden, t.weight, grads.grad):
-                rows = grads.grad, grads.rows, t.ids, self.bounds, state
-                self.hot = hot_product(t.hidden, *rows)
-            self.sorted = entries_by_id(t.ids, grads.grad, grads.rows)
+            bounds = self._sort()
+            if use_hot_ids(t.hidden, t.weight, self.grads.grad):
+                entries = self.grads.grad, self.grads.rows, t.ids
+                self.hot = hot_product(t.hidden, *entries, bounds, self.state)
         self.d_weight = torch.empty_like(t.weight, memory_format=torch.contiguous_format)
+
+    def _sort(self) -> Tensor:
+        from rl_loss.kernels.hot_ids import id_bounds
+        from rl_loss.kernels.scattered import entries_by_id
+
+        if self.sorted is None:
+            self.bounds = id_bounds(self.t.ids, len(self.t.weight))
+            self.sorted = entries_by_id(self.t.ids, self.grads.grad, self.grads.rows)
+        return self.bounds
 
     def finish_block(self, ids: slice, base: Tensor | None) -> None:
         """Writes the weight gradient of these ids, `base` `[B, H]` what the blocks made of it."""
         from rl_loss.kernels.hot_ids import write_hot_rows
         from rl_loss.kernels.scattered import gathered_sums
 
-        t, (sorted_ids, grad, rows) = self.t, self.sorted
         assert self.d_weight is not None
+        assert self.sorted is not None
+        t, (sorted_ids, grad, rows) = self.t, self.sorted
         out = self.d_weight[ids]
         gathered_sums(
             t.hidden, grad, rows, self.bounds[ids.start :], out,
@@ -288,19 +302,17 @@ class GradientSums:
         if self.hot is not None:
             write_hot_rows(self.hot, out, base, ids.start)
 
-    def _bias(self, grads: Any) -> Tensor:
-        from rl_loss.kernels.hot_ids import id_bounds
-        from rl_loss.kernels.scattered import entries_by_id
-
-        t = self.t
+    def _bias(self) -> Tensor:
+        bounds = self._sort().long()
+        assert self.sorted is not None
+        assert self.t.bias is not None
         # Differences of one running sum, in float64: in a fixed order, as an atomic sum is not.
-        _, grad, _ = entries_by_id(t.ids, grads.grad, grads.rows)
-        running = torch.zeros(len(t.ids) + 1, dtype=torch.float64, device=t.ids.device)
-        torch.cumsum(grad, 0, dtype=torch.float64, out=running[1:])
-        d_bias = running[id_bounds(t.ids, len(t.weight)).long()].diff()
+        running = torch.zeros(len(self.t.ids) + 1, dtype=torch.float64, device=bounds.device)
+        torch.cumsum(self.sorted[1], 0, dtype=torch.float64, out=running[1:])
+        d_bias = running[bounds].diff()
         if self.over_v_bias is not None:
             d_bias += self.over_v_bias
-        return d_bias.to(t.bias.dtype)  # type: ignore[union-attr]
+        return d_bias.to(self.t.bias.dtype)
 
 
 def places_of(rows: Tensor, n: int) -> Tensor:

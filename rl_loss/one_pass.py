@@ -182,15 +182,16 @@ class _Step:
         upstreams = self._slopes(out, slice(0, n), mask)
         entry_grads(grads, out, entries, logits, upstreams, False)
         work = GradientSums(t, s, need)
+        work.grads, work.state = grads, out.state
         base = self._chunks(t, out, grads, work) if len(t.over_v) else None
         if base is not None:
-            work.start_weight(grads, out.state)
+            work.start_weight()
             if len(t.ids):
                 work.finish_block(slice(0, len(t.weight)), base)
             else:
                 work.d_weight.copy_(base)  # type: ignore[union-attr]
         assert self.total is not None
-        return self.total, work.finish(grads, out.state)
+        return self.total, work.finish()
 
     def _chunks(self, t: HeadTensors, out: Any, grads: Any, work: GradientSums) -> Tensor | None:
         """Every row over the vocabulary; the weight's gradient `[V, H]`, in the accumulation
