@@ -28,6 +28,8 @@ def expected_score(rule: Rule, evidence: Evidence) -> Centering:
     On DRAWS rows of M draws `grad mu = mean of sg(w) grad log p` instead.
     """
     log_p, log_q = evidence.log_p, evidence.log_q
+    if evidence.layout.size == 0:
+        return Centering(log_p, evidence.p_tail, evidence.p_tail, evidence.has_tail)
     share = torch.where(
         evidence.at(evidence.drawn), evidence.at(1 / evidence.size.clamp(min=1)), log_q.exp()
     )

@@ -151,6 +151,8 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
         raise ValueError(f"support_valid must be bool, got {valid.dtype}")
     kind, mass = _kind_and_mass(inputs, n, dtype, device)
     kind = torch.where(tokens.mask, kind, _NONE)
+    if layout.size == 0:
+        return _no_evidence(layout, kind, log_p.detach().reshape(-1).to(dtype))
     valid = valid.reshape(-1)
     valid = valid & layout.at(tokens.mask & (kind > _NONE))
     log_p = torch.where(valid, log_p.detach().reshape(-1).to(dtype), 0.0)
@@ -187,6 +189,27 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
         p_tail=p_tail,
         bad=bad,
         tail_given=getattr(inputs, "trainer_tail_logprobs", None) is not None,
+    )
+
+
+def _no_evidence(layout: Layout, kind: Tensor, none: Tensor) -> Evidence:
+    """Of rows without a single entry, in few launches; `none` is an empty tensor of their dtype."""
+    zero, never = none.new_zeros(layout.n), torch.zeros_like(kind, dtype=torch.bool)
+    return Evidence(
+        valid=none > 0,
+        log_p=none,
+        log_q=none,
+        layout=layout,
+        kind=kind,
+        size=zero,
+        usable=never,
+        log_p_tail=zero,
+        log_q_tail=zero,
+        has_tail=never,
+        q_tail=zero,
+        p_tail=zero,
+        bad=(kind < _NONE) | (kind > _DRAWS),
+        tail_given=True,
     )
 
 

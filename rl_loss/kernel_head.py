@@ -219,8 +219,7 @@ class GradientSums:
         none = self.grads.grad.new_empty(0)
         d_hidden = self._hidden() if self.need[0] else none
         if self.need[1] and self.d_weight is None:
-            self.start_weight()
-            self.grads = None
+            self.start_weight(last=True)
             self.finish_block(slice(0, len(self.t.weight)), None)
         d_bias = self._bias() if self.need[2] and self.t.bias is not None else none
         return d_hidden, none if self.d_weight is None else self.d_weight, d_bias
@@ -259,17 +258,20 @@ class GradientSums:
             out[t.wide] = rows.to(out.dtype)
         return out
 
-    def start_weight(self) -> None:
-        """The entries in the order of their ids; the gradient is allocated last, when what that
-        needed is free again."""
+    def start_weight(self, last: bool = False) -> None:
+        """The entries in the order of their ids. The gradient is allocated when what that needed
+        is free again; `last`: the entries' own gradients too, which nothing else reads then."""
         from rl_loss.kernels.hot_ids import hot_product, use_hot_ids
 
         t, self.hot = self.t, None
         if len(t.ids) or not len(t.over_v):
             bounds = self._sort()
-            if use_hot_ids(t.hidden, t.weight, self.grads.grad):
-                entries = self.grads.grad, self.grads.rows, t.ids
-                self.hot = hot_product(t.hidden, *entries, bounds, self.state)
+            grad, rows, _, _ = self.grads
+            if use_hot_ids(t.hidden, t.weight, grad):
+                self.hot = hot_product(t.hidden, grad, rows, t.ids, bounds, self.state)
+            del grad, rows
+        if last:
+            self.grads = None
         self.d_weight = torch.empty_like(t.weight, memory_format=torch.contiguous_format)
 
     def _sort(self) -> Tensor:

@@ -91,13 +91,13 @@ def combine_metrics(parts: Iterable[tuple[Metrics, Metrics]]) -> tuple[Metrics, 
         3.0
     """
     parts = list(parts)
-    metrics, counts = {}, {}
-    for name in parts[0][0] if parts else ():
-        values = torch.stack([part[0][name] for part in parts])
-        count = torch.stack([part[1][name] for part in parts])
-        counts[name] = count.sum()
-        if name.endswith("_max"):
-            metrics[name] = values.max()
-        else:
-            metrics[name] = (values * count).sum() / counts[name].clamp(min=1)
-    return metrics, counts
+    if not parts:
+        return {}, {}
+    names = list(parts[0][0])
+    values = torch.stack([torch.stack([metrics[name] for name in names]) for metrics, _ in parts])
+    counts = torch.stack([torch.stack([counts[name] for name in names]) for _, counts in parts])
+    total = counts.sum(0)
+    means = (values * counts).sum(0) / total.clamp(min=1)
+    pairs = zip(names, means.unbind(), values.amax(0).unbind(), strict=True)
+    metrics = {name: most if name.endswith("_max") else mean for name, mean, most in pairs}
+    return metrics, dict(zip(names, total.unbind(), strict=True))

@@ -165,7 +165,6 @@ class _Step:
             over_v = over_v & active.reshape(-1)
         self.over_v = over_v.nonzero()[:, 0]  # [D] on the host
         self.metrics: list[tuple[dict, dict]] = []
-        self.total: Tensor | None = None
 
     def run(self, t: HeadTensors, wanted: list[bool]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The loss, and the gradients of hidden, weight and bias."""
@@ -175,11 +174,14 @@ class _Step:
         need = wanted[0], wanted[1], wanted[2]
         logits, entries = head_logits(t, s), head_entries(t)
         self.per_token = t.hidden.new_zeros(n, dtype=accumulation_dtype(t.hidden, t.weight))
+        self.total = self.per_token.new_zeros(())
         out = replayed_rows(t, s)
         grads = EntryGrads.new(out, len(t.over_v) > 0)
-        # Rows over the vocabulary are not read here: they have no loss yet.
-        mask = self.on & (t.kind == RowKind.REPLAY) if len(t.over_v) else self.on
-        upstreams = self._slopes(out, slice(0, n), mask)
+        upstreams: tuple[Tensor | None, ...] = (None,) * 4
+        if len(self.over_v) < n or n == 0:
+            # Rows over the vocabulary are not read here: they have no loss yet.
+            mask = self.on & (t.kind == RowKind.REPLAY) if len(t.over_v) else self.on
+            upstreams = self._slopes(out, slice(0, n), mask)
         entry_grads(grads, out, entries, logits, upstreams, False)
         work = GradientSums(t, s, need)
         work.grads, work.state = grads, out.state
@@ -190,7 +192,6 @@ class _Step:
                 work.finish_block(slice(0, len(t.weight)), base)
             else:
                 work.d_weight.copy_(base)  # type: ignore[union-attr]
-        assert self.total is not None
         return self.total, work.finish()
 
     def _chunks(self, t: HeadTensors, out: Any, grads: Any, work: GradientSums) -> Tensor | None:
@@ -264,8 +265,7 @@ class _Step:
             result = self.loss(inputs)
             slopes = torch.autograd.grad(result.loss, leaves, allow_unused=True)
         self.metrics.append((result.metrics, result.metric_counts))
-        loss = result.loss.detach()
-        self.total = loss if self.total is None else self.total + loss
+        self.total = self.total + result.loss.detach()
         self.per_token[span] += result.per_token_loss.detach()
         whole = []
         for slope, like, at in zip(
