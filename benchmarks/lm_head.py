@@ -218,7 +218,7 @@ def show(key: str, table: dict) -> None:
     Console(width=150).print(printed)
 
 
-def draw(name: str) -> None:
+def draw(name: str, what: str = "LM head, forward and backward") -> None:
     """Draws `results/<name>.json` beside it."""
     import matplotlib
 
@@ -252,9 +252,9 @@ def draw(name: str) -> None:
         axis.set_title(f"{work}: V {table['shape'].partition(', V ')[2]}", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.xaxis.set_minor_formatter(NullFormatter())
-    what = f"{table['dtype']}, {'kernel' if rows[0]['gpu_ms'] else 'wall'} time, log scale"
+    how = f"{table['dtype']}, {'kernel' if rows[0]['gpu_ms'] else 'wall'} time, log scale"
     figure.suptitle(
-        f"LM head, forward and backward, {what}\n{result['device']}, torch {result['torch']}, "
+        f"{what}, {how}\n{result['device']}, torch {result['torch']}, "
         f"{result['date']}, commit {result['commit']}",
         fontsize=9,
     )

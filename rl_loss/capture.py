@@ -1,9 +1,11 @@
 """The sampler's side: record what a sampler's distribution was, row by row, without a host sync.
 
-Two passes over the logits in chunks of rows: the first decides what each row needs, the second
-writes the kept sets. Kept sets alone are as wide as the vocabulary; top ids and draws are formed
-in the first pass already. The buffer is addressed by a running total of the counts, and whatever
-is not recorded goes to one slot behind its end, so no shape ever depends on a value.
+Two readings of the logits: the first decides what each row needs, the second writes the kept
+sets. Kept sets alone are as wide as the vocabulary; top ids and draws are formed in the first
+already. The buffer is addressed by a running total of the counts, so no shape ever depends on a
+value. On a GPU each reading is a Triton kernel (`rl_loss.kernels.capture`); elsewhere, and for
+float64 logits, plain PyTorch in chunks of rows, where what is not recorded goes to one slot
+behind the buffer's end.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_loss.host import launching_on
 from rl_loss.packing import pack_entries
 from rl_loss.support import RowKind, Support
 
@@ -33,6 +36,8 @@ class CapturedRows:
         tail_mass: float32 `[R]`, what the sampler puts outside the row's entries.
         sampled_logprobs: float32 `[R]`, log q of the sampled token: the `inference_logprobs` of
             the losses. NaN where nothing was asked for or the logits were unusable.
+        needed: int64, 0-dim, the entries that all usable rows together would have taken: above
+            `capacity` some were given up.
     """
 
     packed: Tensor
@@ -40,6 +45,7 @@ class CapturedRows:
     kind: Tensor
     tail_mass: Tensor
     sampled_logprobs: Tensor
+    needed: Tensor
 
     def to_support(self) -> Support:
         """Trim the buffer to the recorded entries and build the `Support` of these rows.
@@ -68,9 +74,9 @@ def capture_support(
     With S the ids whose processed logit is finite, `log q_v = z_v - log Σ_{u in S} exp z_u`, and
 
     - `REPLAY`: all of S, ids ascending; tail mass 0;
-    - `HEAD`: the sampled token, then the `top` likeliest other ids of S (`top` of them, or one
-      less where the sampled token is among the likeliest); tail mass `Σ q_v` over the rest of S,
-      summed from the logits left out and not as 1 minus the recorded mass;
+    - `HEAD`: the sampled token, then the `top` likeliest ids of S without it, ascending (so `top`
+      others, or one less where the sampled token is among the likeliest); tail mass `Σ q_v` over
+      the rest of S, summed from the logits left out and not as 1 minus the recorded mass;
     - `DRAWS`: `draws` i.i.d. draws from q, apart from the sampled token, repeats kept; tail mass 0;
     - `NONE`: no entry, tail mass 1; the row is not looked at.
 
@@ -86,7 +92,8 @@ def capture_support(
         processed_logits: `[R, V]`, any floating dtype, after temperature and truncation: an
             excluded token is -inf. bfloat16 and float16 are computed in float32.
         sampled: int64 or int32 `[R]`, the tokens sampled from these rows.
-        kind: one `RowKind` for all rows, or an int8 tensor `[R]`.
+        kind: one `RowKind` for all rows, or an int8 tensor `[R]` (on the host, and work for kinds
+            that it does not hold is saved).
         capacity: entries that the buffer holds; None for all that the rows can need, at most
             16 Mi entries.
         top: likeliest ids of a `HEAD` row.
@@ -112,6 +119,8 @@ def capture_support(
     top = min(top, vocab_size)
     if isinstance(kind, Tensor):
         possible = {RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS}
+        if kind.device.type == "cpu":  # the host sees which of them there are
+            possible &= set(kind.tolist())
         asked = kind.to(device, non_blocking=True)
     else:
         possible = {RowKind(kind)}
@@ -120,59 +129,99 @@ def capture_support(
         capacity = min(
             _MAX_DEFAULT_CAPACITY, num_rows * _widest_row(possible, vocab_size, top, draws)
         )
-    chunk_rows = max(1, _CHUNK_ELEMENTS // vocab_size)
-    starts_of_chunks = range(0, num_rows, chunk_rows)
+    options = RowKind.HEAD in possible, draws if RowKind.DRAWS in possible else 0, top
+    if _has_kernels(processed_logits):
+        from rl_loss.kernels.capture import RowsLookedAt
 
-    healthy = torch.empty(num_rows, dtype=torch.bool, device=device)
-    sampled_logprobs = torch.empty(num_rows, dtype=torch.float32, device=device)
-    needed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    tail_mass = torch.zeros(num_rows, dtype=torch.float32, device=device)
-    narrow = []  # (kind, ids, logprobs, recorded) of each chunk's HEAD and DRAWS entries
-    for start in starts_of_chunks:
-        chunk = slice(start, start + chunk_rows)
-        logprobs, kept, labels, healthy[chunk] = _sampler_logprobs(
-            processed_logits[chunk], sampled[chunk]
-        )
-        sampled_logprobs[chunk] = logprobs.gather(1, labels[:, None])[:, 0]
-        entries: list[tuple[RowKind, Tensor, Tensor, Tensor]] = []
-        if RowKind.HEAD in possible:
-            ids, head, recorded, tail = _head_entries(logprobs, kept, labels, top)
-            entries.append((RowKind.HEAD, ids, head, recorded))
-            tail_mass[chunk] = torch.where(asked[chunk] == RowKind.HEAD, tail, 0.0)
-        if RowKind.DRAWS in possible:
-            entries.append((RowKind.DRAWS, *_draw_entries(logprobs, draws, generator)))
-        for row_kind, _, _, recorded in entries:
-            needed[chunk] += (recorded & (asked[chunk] == row_kind)[:, None]).sum(1)
-        if RowKind.REPLAY in possible:
-            needed[chunk] += (kept & (asked[chunk] == RowKind.REPLAY)[:, None]).sum(1)
-        narrow.append(entries)
+        if processed_logits.stride(1) != 1:
+            processed_logits = processed_logits.contiguous()
+        with launching_on(processed_logits):
+            rows = RowsLookedAt(processed_logits, sampled, asked, *options, generator)
+            return _record(rows, asked, capacity)
+    plain = _RowsLookedAt(processed_logits, sampled, asked, *options, generator, possible)
+    return _record(plain, asked, capacity)
 
+
+def _has_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype != torch.float64
+
+
+def _record(look: Any, asked: Tensor, capacity: int) -> CapturedRows:
+    """The buffer and its index, of rows that were looked at by either implementation."""
     looked_at = (asked >= RowKind.REPLAY) & (asked <= RowKind.DRAWS)
-    usable = looked_at & healthy
-    recorded_rows = usable & _fits(torch.where(usable, needed, 0), capacity)
-    counts = torch.where(recorded_rows, needed, 0)
-    starts = counts.cumsum(0) - counts
-
-    buffer = torch.full((capacity + 1,), _UNUSED, dtype=torch.int64, device=device)
-    for start, entries in zip(starts_of_chunks, narrow, strict=True):
-        chunk = slice(start, start + chunk_rows)
-        for row_kind, ids, logprobs, recorded in entries:
-            mine = recorded_rows[chunk] & (asked[chunk] == row_kind)
-            _write(buffer, starts[chunk], recorded & mine[:, None], ids, logprobs)
-        if RowKind.REPLAY in possible:
-            logprobs, kept, _, _ = _sampler_logprobs(processed_logits[chunk], sampled[chunk])
-            mine = recorded_rows[chunk] & (asked[chunk] == RowKind.REPLAY)
-            ids = torch.arange(vocab_size, device=device).expand_as(logprobs)
-            _write(buffer, starts[chunk], kept & mine[:, None], ids, logprobs)
-
-    answered = recorded_rows | (asked == RowKind.NONE)
+    usable = looked_at & look.healthy
+    needed = torch.where(usable, look.needed, 0)
+    recorded = usable & _fits(needed, capacity)
+    counts = torch.where(recorded, needed, 0)
+    packed = torch.full((capacity,), _UNUSED, dtype=torch.int64, device=asked.device)
+    look.write(recorded, counts.cumsum(0) - counts, counts, packed)
+    answered = recorded | (asked == RowKind.NONE)
     return CapturedRows(
-        packed=buffer[:capacity],
+        packed=packed,
         counts=torch.where(answered, counts, -1),
         kind=torch.where(answered, asked, int(RowKind.FAILED)),
-        tail_mass=torch.where(recorded_rows, tail_mass, 1.0),
-        sampled_logprobs=torch.where(usable, sampled_logprobs, torch.nan),
+        tail_mass=torch.where(recorded, look.tail_mass, 1.0),
+        sampled_logprobs=torch.where(usable, look.sampled_logprobs, torch.nan),
+        needed=needed.sum(),
     )
+
+
+class _RowsLookedAt:
+    """The first reading in plain PyTorch; the interface of `kernels.capture.RowsLookedAt`."""
+
+    def __init__(
+        self,
+        logits: Tensor,  # [R, V]
+        sampled: Tensor,  # [R]
+        asked: Tensor,  # [R] int8
+        head: bool,
+        draws: int,
+        top: int,
+        generator: torch.Generator | None,
+        possible: set[RowKind],
+    ) -> None:
+        self.logits, self.sampled, self.asked = logits, sampled, asked
+        self.replay = RowKind.REPLAY in possible
+        rows, device = len(sampled), logits.device
+        step = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+        self.chunks = [slice(start, start + step) for start in range(0, rows, step)]
+        self.healthy = torch.empty(rows, dtype=torch.bool, device=device)
+        self.sampled_logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+        self.needed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tail_mass = torch.zeros(rows, dtype=torch.float32, device=device)
+        # (kind, ids, logprobs, recorded) of each chunk's HEAD and DRAWS entries
+        self.narrow: list[list[tuple[RowKind, Tensor, Tensor, Tensor]]] = []
+        for chunk in self.chunks:
+            logprobs, kept, labels, self.healthy[chunk] = _sampler_logprobs(
+                logits[chunk], sampled[chunk]
+            )
+            self.sampled_logprobs[chunk] = logprobs.gather(1, labels[:, None])[:, 0]
+            entries = []
+            if head:
+                ids, likely, recorded, tail = _head_entries(logprobs, kept, labels, top)
+                entries.append((RowKind.HEAD, ids, likely, recorded))
+                self.tail_mass[chunk] = torch.where(asked[chunk] == RowKind.HEAD, tail, 0.0)
+            if draws:
+                entries.append((RowKind.DRAWS, *_draw_entries(logprobs, draws, generator)))
+            for kind, _, _, recorded in entries:
+                self.needed[chunk] += (recorded & (asked[chunk] == kind)[:, None]).sum(1)
+            if self.replay:
+                self.needed[chunk] += (kept & (asked[chunk] == RowKind.REPLAY)[:, None]).sum(1)
+            self.narrow.append(entries)
+
+    def write(self, recorded: Tensor, starts: Tensor, counts: Tensor, packed: Tensor) -> None:
+        """The entries of the `recorded` `[R]` rows to `packed`, each row's from its start on."""
+        buffer = torch.cat([packed, packed.new_full((1,), _UNUSED)])
+        for chunk, narrow in zip(self.chunks, self.narrow, strict=True):
+            for kind, ids, logprobs, mask in narrow:
+                mine = recorded[chunk] & (self.asked[chunk] == kind)
+                _write(buffer, starts[chunk], mask & mine[:, None], ids, logprobs)
+            if self.replay:
+                logprobs, kept, _, _ = _sampler_logprobs(self.logits[chunk], self.sampled[chunk])
+                mine = recorded[chunk] & (self.asked[chunk] == RowKind.REPLAY)
+                ids = torch.arange(logprobs.shape[1], device=packed.device).expand_as(logprobs)
+                _write(buffer, starts[chunk], kept & mine[:, None], ids, logprobs)
+        packed.copy_(buffer[:-1])
 
 
 def _sampler_logprobs(logits: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -201,7 +250,7 @@ def _head_entries(
     logprobs: Tensor, kept: Tensor, labels: Tensor, top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids, log q and which of them to record, each `[r, top + 1]`, and the tail mass `[r]`."""
-    top_ids = logprobs.topk(top, dim=1).indices
+    top_ids = logprobs.topk(top, dim=1).indices.sort(1).values
     ids = torch.cat([labels[:, None], top_ids], 1)
     chosen, recorded = logprobs.gather(1, ids), kept.gather(1, ids)
     recorded[:, 1:] &= top_ids != labels[:, None]

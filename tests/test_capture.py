@@ -1,17 +1,62 @@
-"""The sampler's side: capture_support against plain arithmetic on each row."""
+"""The sampler's side: capture_support against plain arithmetic on each row.
+
+In plain PyTorch on the CPU; on the kernels in Triton's interpreter, in a process of their own, and
+on a GPU.
+"""
 
 import math
+import os
+import subprocess
+import sys
+from dataclasses import fields
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rl_loss.capture as capture_module
-from rl_loss.capture import capture_support
+from rl_loss.capture import CapturedRows
 from rl_loss.packing import unpack_entries
 from rl_loss.support import RowKind
 
 INF = math.inf
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _on_the_kernels(monkeypatch):
+    if INTERPRETED:
+        narrow = (torch.float32, torch.bfloat16, torch.float16)
+        monkeypatch.setattr(capture_module, "_has_kernels", lambda logits: logits.dtype in narrow)
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    if INTERPRETED or DEVICE == "cuda":
+        pytest.skip("the tests of this file run directly")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout
+
+
+def capture_support(processed_logits, sampled, **options):
+    """The function itself, on the device and back."""
+
+    def moved(value):
+        here = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        return value.to(DEVICE) if here and DEVICE != "cpu" else value
+
+    rows = capture_module.capture_support(
+        moved(processed_logits),
+        moved(sampled),
+        **{name: moved(value) for name, value in options.items()},
+    )
+    if DEVICE == "cpu":
+        return rows
+    return CapturedRows(*(getattr(rows, field.name).cpu() for field in fields(rows)))
 
 
 def masked_logits(rows, vocab, *, keep=0.3, seed=0, dtype=torch.float32):
@@ -105,7 +150,8 @@ def test_head_rows_hold_the_sampled_and_the_top_ids_once(top, dtype):
         assert int(sampled[i]) in ids
         others = [v for v in ids if v != sampled[i]]
         assert len(ids) in (max(top, 1), top + 1)
-        assert q[others].sort(descending=True)[0].tolist() == q[others].tolist()
+        assert ids[0] == sampled[i]
+        assert others == sorted(others)
         outside = sorted(set(range(131)) - set(ids))
         if others and outside:
             assert q[others].min() >= q[outside].max()
@@ -161,7 +207,7 @@ def test_draws_follow_q_whatever_was_sampled():
         logits,
         torch.tensor([4, 3]),  # an unlikely and the likeliest token
         kind=RowKind.DRAWS,
-        draws=20000,
+        draws=400 if INTERPRETED else 20000,
         generator=torch.Generator().manual_seed(0),
     )
     (first, _), (second, _) = entries_of(rows)
@@ -294,7 +340,7 @@ def test_unusable_rows_take_no_room():
     assert rows.counts.tolist() == [3, -1, 2]
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 200, 2**22])
+@pytest.mark.parametrize("chunk_elements", [200] if INTERPRETED else [1, 200, 2**22])
 def test_mixed_kinds_in_one_call_equal_each_kind_alone(chunk_elements, monkeypatch):
     monkeypatch.setattr(capture_module, "_CHUNK_ELEMENTS", chunk_elements)
     logits, sampled = masked_logits(40, 53)
@@ -326,7 +372,8 @@ def test_the_default_capacity_is_what_the_rows_can_need_up_to_a_bound(monkeypatc
     assert capacity(kind=RowKind.REPLAY) == 6 * 50
     assert capacity(kind=RowKind.HEAD, top=7) == 6 * 8
     assert capacity(kind=RowKind.DRAWS, draws=7) == 6 * 7
-    assert capacity(kind=torch.zeros(6, dtype=torch.int8)) == 6 * 50
+    assert capacity(kind=torch.tensor([0, 1, 0, 2, 3, 0], dtype=torch.int8)) == 6 * 50
+    assert capacity(kind=torch.zeros(6, dtype=torch.int8)) == 0  # what the host can see
     monkeypatch.setattr(capture_module, "_MAX_DEFAULT_CAPACITY", 100)
     assert capacity(kind=RowKind.REPLAY) == 100
 
@@ -338,15 +385,29 @@ def test_no_rows(kind):
     assert rows.tail_mass.shape == rows.sampled_logprobs.shape == (0,)
 
 
-@pytest.mark.parametrize("kind", [*RowKind, None])
+@pytest.mark.parametrize("kind", list(RowKind))
 @pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="a kernel reads real memory")
 def test_no_value_is_read_on_the_host(kind, draws):
     # Fake tensors have no values: reading one, or a shape that depends on one, raises.
     with FakeTensorMode():
-        kind = torch.zeros(4, dtype=torch.int8) if kind is None else kind
         sampled = torch.zeros(4, dtype=torch.int64)
         rows = capture_support(torch.randn(4, 9), sampled, kind=kind, draws=draws)
         assert rows.packed.dtype == torch.int64
+
+
+@pytest.mark.gpu
+def test_no_sync():
+    logits, sampled = (part.cuda() for part in masked_logits(5, 4099))
+    kinds = torch.tensor([1, 2, 3, 0, 1], dtype=torch.int8)
+    for kind in (kinds, kinds.cuda(), RowKind.REPLAY):
+        capture_module.capture_support(logits, sampled, kind=kind)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            capture_module.capture_support(logits, sampled, kind=kind)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_views_expanded_rows_and_int32_tokens():

@@ -1,10 +1,14 @@
-"""What the head has to know of a Hugging Face causal language model."""
+"""Hugging Face models: what the head has to know of one, and what one that samples kept."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from rl_loss.capture import capture_support
 from rl_loss.logits import LogitTransform
+from rl_loss.support import RowKind, Support
 
 
 @torch.no_grad()
@@ -58,3 +62,163 @@ def logit_options(model: Any) -> dict[str, Any]:
             f"(they differ by {worst:.3g} with softcap {softcap} and logit_scale {scale:.3g})"
         )
     return {"bias": bias, "softcap": softcap, "logit_scale": scale}
+
+
+class RecordedRows(NamedTuple):
+    """What `SupportRecorder` recorded of B sequences of T tokens, on the host; row `b * T + t` of
+    the support is the evidence about token `sequences[b, t]`, as `aligned_rows` takes it."""
+
+    support: Support  # B * T rows, NONE in the prompt and behind a sequence's end
+    inference_logprobs: Tensor  # [B, T] float32, log q of each sampled token, 0 elsewhere
+    loss_mask: Tensor  # [B, T] bool, the tokens that were sampled, the end-of-sequence included
+
+
+class SupportRecorder:
+    """Records what `model.generate` sampled each token from, while it samples.
+
+    `generate` puts its own temperature, top-k, top-p and their like *behind* the logits
+    processors that it is given, where none of these can see what they do. The recorder is
+    therefore given as the decoding loop, `custom_generate=recorder.sample`: the usual one, with
+    the recorder as the very last processor. All other arguments of `generate` and the model's own
+    generation config stay as they are, and what they do to the logits is recorded.
+
+    Each step costs `capture_support` and a device-to-host sync; the evidence is kept on the host.
+
+    Args:
+        kind: REPLAY for truncated samplers (top-k, top-p, min-p); HEAD or DRAWS for full ones.
+        **options: of `capture_support`: `capacity` (entries of one step), `top`, `draws`,
+            `generator`.
+
+    Raises:
+        ValueError: a kind that records nothing; at sampling time a greedy or beam search, or a
+            recorder among the logits processors.
+
+    Example:
+        >>> recorder = SupportRecorder()
+        >>> sequences = model.generate(  # doctest: +SKIP
+        ...     prompts, custom_generate=recorder.sample, do_sample=True, temperature=0.8, top_p=0.9
+        ... )
+        >>> recorded = recorder.finish(sequences)  # doctest: +SKIP
+        >>> rows = aligned_rows(  # doctest: +SKIP
+        ...     sequences, recorded.loss_mask, support=recorded.support,
+        ...     inference_logprobs=recorded.inference_logprobs,
+        ... )
+
+    Source: `generate` of transformers 4.56 and later, which take a decoding loop.
+    """
+
+    def __init__(self, kind: RowKind = RowKind.REPLAY, **options: Any) -> None:
+        if kind not in (RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS):
+            raise ValueError(f"kind must be REPLAY, HEAD or DRAWS, got {kind!r}")
+        self.kind, self.options = kind, options
+        self._scores: Tensor | None = None  # [B, V] of the token that is being sampled
+        self._sampling = False
+        self._start(torch.empty(0, 0, dtype=torch.int64))
+
+    def _start(self, prompts: Tensor) -> None:
+        self._prompts = prompts  # [B, P]
+        self._ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
+        self._supports: list[Support] = []  # of each step the rows not ended
+        self._steps: list[tuple[Tensor, Tensor, Tensor]] = []  # token, log q, was sampled: [B]
+
+    def sample(
+        self,
+        model: Any,
+        input_ids: Tensor,  # [B, P]
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The decoding loop for `generate(custom_generate=...)`; each call starts a record anew."""
+        if not generation_config.do_sample:
+            raise ValueError("do_sample must be True: a greedy search has no distribution")
+        if (generation_config.num_beams or 1) > 1:
+            raise ValueError(f"num_beams must be 1, got {generation_config.num_beams}")
+        self._start(input_ids)
+        self._sampling = True
+        try:
+            return model._sample(
+                input_ids,
+                logits_processor=type(logits_processor)([*logits_processor, self]),
+                stopping_criteria=_Watched(stopping_criteria, self),
+                generation_config=generation_config,
+                **model_kwargs,
+            )
+        finally:
+            self._sampling, self._scores = False, None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """As the last logits processor: keeps the logits until their token is known."""
+        if not self._sampling or self._scores is not None:
+            raise ValueError(
+                "logits_processor must not hold the SupportRecorder: generate truncates behind it; "
+                "give it as custom_generate=recorder.sample"
+            )
+        self._scores = scores
+        return scores
+
+    def record(self, input_ids: Tensor, ended: Tensor) -> None:
+        """Takes the token that was just sampled, `input_ids[:, -1]`, and which rows it ends."""
+        scores, sampled, self._scores = self._scores, input_ids[:, -1], None
+        assert scores is not None
+        alive = ~self._ended
+        rows = capture_support(scores[alive], sampled[alive], kind=self.kind, **self.options)
+        self._supports.append(rows.to_support().to("cpu"))
+        logprobs = torch.zeros(len(alive), device=scores.device)
+        self._steps.append((sampled, logprobs.masked_scatter(alive, rows.sampled_logprobs), alive))
+        self._ended = self._ended | ended
+
+    def finish(self, sequences: Tensor) -> RecordedRows:
+        """The rows of the sequences that `generate` returned, aligned to their tokens.
+
+        A row that could not be recorded (see `capture_support`) is of kind FAILED, which a loss
+        that reads it refuses.
+
+        Args:
+            sequences: `[B, T]`, prompts included (`.sequences` of an output object).
+
+        Raises:
+            ValueError: sequences that are not those that were recorded.
+        """
+        (batch, prompt), shape = self._prompts.shape, tuple(getattr(sequences, "shape", ()))
+        if len(shape) != 2 or shape[0] != batch or not 0 < shape[1] - prompt <= len(self._steps):
+            raise ValueError(
+                f"sequences must be [{batch}, {prompt + len(self._steps)}], as recorded, got "
+                f"{shape or type(sequences).__name__}"
+            )
+        steps = shape[1] - prompt  # generate may look for the end late, and take a step back
+        columns = zip(*self._steps[:steps], strict=True)
+        tokens, logprobs, sampled = (torch.stack(column).cpu() for column in columns)  # [steps, B]
+        wrong = (sequences.cpu() != torch.cat([self._prompts.cpu(), tokens.T], 1)).any(1)
+        if wrong.any():
+            row = int(wrong.int().argmax())
+            raise ValueError(f"sequences[{row}] is not the sequence that was recorded")
+        # Recorded step by step; wanted sequence by sequence, row 0 for tokens without evidence.
+        recorded = torch.zeros_like(tokens, dtype=torch.int64)
+        recorded[sampled] = torch.arange(1, int(sampled.sum()) + 1)
+        none = torch.zeros(batch, prompt)
+        rows = torch.cat([none.long(), recorded.T], 1).flatten()
+        return RecordedRows(
+            Support.cat([Support.empty(1), *self._supports[:steps]]).select(rows),
+            torch.cat([none, logprobs.T], 1),
+            torch.cat([none.bool(), sampled.T], 1),
+        )
+
+
+class _Watched:
+    """The stopping criteria of `generate`, which see each token right after it was sampled."""
+
+    def __init__(self, criteria: Any, recorder: SupportRecorder) -> None:
+        self._criteria, self._recorder = criteria, recorder
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ended = self._criteria(input_ids, scores, **kwargs)
+        self._recorder.record(input_ids, ended)
+        return ended
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._criteria)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._criteria, name)

@@ -1,0 +1,60 @@
+"""Captured rows to the host: what arrives is what was captured, whatever arrives when."""
+
+import pytest
+import torch
+
+import rl_loss.capture_stream as capture_stream
+from rl_loss import CaptureStream, RowKind, capture_support
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def steps(device, n=5, capacity=None):
+    g = torch.Generator().manual_seed(0)
+    for i in range(n):
+        logits = torch.randn(i + 1, 40, generator=g)
+        logits[torch.rand(i + 1, 40, generator=g) < 0.5] = -torch.inf
+        token = logits.softmax(1).multinomial(1, generator=g)[:, 0].to(device)
+        kind = torch.tensor([1, 2, 0, 1, 2])[: i + 1].to(torch.int8)
+        yield capture_support(logits.to(device), token, kind=kind, capacity=capacity, top=3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+def test_every_step_arrives_as_it_was(device, late, monkeypatch):
+    if late:  # no counts have ever arrived when the next step is added
+        monkeypatch.setattr(capture_stream, "_arrived", lambda event: False)
+    stream, expected = CaptureStream(), []
+    for rows in steps(device):
+        stream.add(rows)
+        expected.append((rows.to_support(), rows.sampled_logprobs.cpu()))
+    got = stream.collect()
+    assert len(got) == len(expected) == 5
+    for step, (support, logprobs) in zip(got, expected, strict=True):
+        for name in ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass"):
+            assert torch.equal(getattr(step.support, name), getattr(support, name).cpu()), name
+        assert torch.equal(step.sampled_logprobs, logprobs) or logprobs.isnan().any()
+        assert step.support.device.type == "cpu"
+    assert stream.collect() == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_most_that_was_needed_is_kept_for_a_log_line(device):
+    stream = CaptureStream()
+    for rows in steps(device, capacity=20):
+        stream.add(rows)
+    assert [RowKind.FAILED in step.support.kind for step in stream.collect()][-1]
+    assert stream.most_needed > 20
+
+
+@pytest.mark.gpu
+def test_adding_does_not_wait():
+    stream, made = CaptureStream(), list(steps("cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rows in made:
+            stream.add(rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(stream.collect()) == 5

@@ -1,0 +1,292 @@
+"""SupportRecorder: what `generate` samples from is recorded, and replayed to a ratio of 1."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_loss import LossInputs, RowKind, aligned_rows, fused_lm_head, icepop_loss
+from rl_loss.integrations.huggingface import SupportRecorder, logit_options
+
+transformers = pytest.importorskip("transformers", minversion="4.56")
+
+V, PAD, EOS = 97, 0, 2
+PROMPTS = torch.randint(3, V, (6, 5), generator=torch.Generator().manual_seed(1))
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+SAMPLERS = {
+    "top_p": {"temperature": 0.8, "top_p": 0.9, "top_k": 0},
+    "top_k": {"temperature": 0.8, "top_p": 1.0, "top_k": 7},
+    "both, with a penalty": {"top_p": 0.9, "top_k": 30, "repetition_penalty": 1.3},
+    "full": {"temperature": 0.8, "top_p": 1.0, "top_k": 0},
+}
+
+
+def make(family="Qwen3", ends=0.0):
+    """A tiny model of random weights; with `ends` its head favours the end of the sequence."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, initializer_range=0.2)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if ends:
+        model.lm_head = torch.nn.Linear(32, V)
+        torch.nn.init.normal_(model.lm_head.weight, std=0.3)
+        torch.nn.init.zeros_(model.lm_head.bias)
+        model.lm_head.bias.data[EOS] = ends
+    return model
+
+
+def sample(model, recorder, **options):
+    torch.manual_seed(2)
+    options = {"max_new_tokens": 9, "do_sample": True, **options}
+    return model.generate(PROMPTS, custom_generate=recorder.sample, **options)
+
+
+def with_scores(model, recorder, **options):
+    """The sequences, and the logits `[steps, B, V]` that they were sampled from."""
+    output = sample(model, recorder, return_dict_in_generate=True, output_scores=True, **options)
+    return output.sequences, torch.stack(output.scores)
+
+
+# --- what is recorded ---
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_recorded_sets_are_those_sampled_from(family, sampler):
+    recorder = SupportRecorder()
+    sequences, scores = with_scores(make(family), recorder, **SAMPLERS[sampler])
+    recorded = recorder.finish(sequences)
+    exact = scores.double().log_softmax(-1)
+    assert recorded.loss_mask[:, 5:].any()
+    for b, t in recorded.loss_mask.nonzero().tolist():
+        row = b * sequences.shape[1] + t
+        entry = recorded.support[row : row + 1]
+        kept = exact[t - 5, b].isfinite().nonzero()[:, 0]
+        assert entry.kind.tolist() == [RowKind.REPLAY]
+        assert entry.sampler_tail_mass.tolist() == [0.0]
+        assert entry.ids.tolist() == kept.tolist()
+        logprobs = exact[t - 5, b, kept]
+        torch.testing.assert_close(entry.sampler_logprobs.double(), logprobs, atol=1e-6, rtol=0)
+        own = exact[t - 5, b, sequences[b, t]]
+        assert abs(float(recorded.inference_logprobs[b, t] - own)) < 1e-6
+
+
+def test_recording_does_not_change_what_is_sampled():
+    model, options = make(), {"do_sample": True, "top_p": 0.9, "max_new_tokens": 9}
+    torch.manual_seed(2)
+    plain = model.generate(PROMPTS, **options)
+    assert torch.equal(sample(model, SupportRecorder(), **options), plain)
+
+
+@pytest.mark.parametrize("kind", [RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS])
+def test_what_follows_the_end_of_a_sequence_is_not_recorded(kind):
+    recorder = SupportRecorder(kind, top=4, draws=3)
+    sequences, scores = with_scores(make(ends=4.0), recorder, **SAMPLERS["full"])
+    support, logprobs, mask = recorder.finish(sequences)
+    generated = sequences[:, 5:]
+    before = (generated == EOS).cumsum(1) - (generated == EOS).long()
+    expected = torch.cat([torch.zeros_like(PROMPTS).bool(), before == 0], 1)
+    assert torch.equal(mask, expected)
+    assert 0 < int((~mask[:, 5:]).sum()) < generated.numel()  # some ended early, not all at once
+    assert torch.equal(support.kind.view(mask.shape) == kind, mask)
+    assert (support.kind.view(mask.shape)[~mask] == RowKind.NONE).all()
+    assert (logprobs[~mask] == 0).all()
+    widths = support.offsets.diff().view(mask.shape)
+    assert (widths[~mask] == 0).all()
+    if kind == RowKind.DRAWS:
+        assert (widths[mask] == 3).all()
+    if kind == RowKind.HEAD:
+        exact = scores.log_softmax(-1).transpose(0, 1)[mask[:, 5:]]
+        rows = support.select(mask.flatten())
+        for row, truth in enumerate(exact):
+            entry = rows[row : row + 1]
+            assert set(truth.topk(4).indices.tolist()) <= set(entry.ids.tolist())
+            rest = 1 - truth[entry.ids.long()].double().exp().sum()
+            assert abs(float(entry.sampler_tail_mass - rest)) < 1e-5
+
+
+class StopsAt(transformers.StoppingCriteria):
+    """Ends a row at one token, as a stop string does."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % 3 == 0
+
+
+def test_rows_that_another_criterion_ends():
+    recorder = SupportRecorder()
+    sequences = sample(make(), recorder, top_p=0.9, stopping_criteria=[StopsAt()])
+    recorded = recorder.finish(sequences)
+    ended = ((sequences[:, 5:] % 3 == 0) | (sequences[:, 5:] == EOS)).long()
+    assert torch.equal(recorded.loss_mask[:, 5:], ended.cumsum(1) - ended == 0)
+
+
+def test_several_sequences_a_prompt_and_a_second_call():
+    recorder, model = SupportRecorder(), make()
+    sample(model, recorder, top_p=0.9)
+    sequences = sample(model, recorder, top_p=0.9, num_return_sequences=3, max_new_tokens=4)
+    recorded = recorder.finish(sequences)
+    assert recorded.loss_mask.shape == (18, 9)
+    # A loop that looks for the end late takes steps back.
+    shorter = recorder.finish(sequences[:, :-1])
+    assert torch.equal(shorter.inference_logprobs, recorded.inference_logprobs[:, :-1])
+    assert len(shorter.support) == 18 * 8
+
+
+def test_a_row_that_does_not_fit_is_failed():
+    recorder = SupportRecorder(capacity=20)
+    sequences = sample(make(), recorder, top_k=0, max_new_tokens=2)
+    recorded = recorder.finish(sequences)
+    assert (recorded.support.kind.view(6, 7)[:, 5:] == RowKind.FAILED).any()
+    rows = aligned_rows(sequences, recorded.loss_mask, support=recorded.support)
+    with pytest.raises(ValueError, match="is active but the sampler failed to record it"):
+        rows.support.validate(rows.labels, V, active=rows.active)
+
+
+# --- misuse ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_sample": False}, "do_sample must be True"),
+        ({"num_beams": 2}, "num_beams must be 1, got 2"),
+    ],
+)
+def test_other_searches_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        sample(make(), SupportRecorder(), **options)
+
+
+def test_among_the_logits_processors_it_is_refused():
+    """There, `generate` would truncate behind it."""
+    recorder = SupportRecorder()
+    processors = transformers.LogitsProcessorList([recorder])
+    message = "logits_processor must not hold the SupportRecorder"
+    with pytest.raises(ValueError, match=message):
+        make().generate(PROMPTS, logits_processor=processors, do_sample=True, top_p=0.9)
+    with pytest.raises(ValueError, match=message):  # in both places
+        sample(make(), recorder, logits_processor=processors)
+
+
+def test_sequences_that_were_not_recorded_are_refused():
+    recorder = SupportRecorder()
+    with pytest.raises(ValueError, match=r"sequences must be \[0, 0\]"):
+        recorder.finish(PROMPTS)
+    sequences = sample(make(), recorder, max_new_tokens=3)
+    changed = sequences.clone()
+    changed[3, 6] += 1
+    with pytest.raises(ValueError, match=r"sequences\[3\] is not the sequence"):
+        recorder.finish(changed)
+    with pytest.raises(ValueError, match=r"sequences must be \[6, 8\].*got \(5, 8\)"):
+        recorder.finish(sequences[:5])
+    with pytest.raises(ValueError, match=r"sequences must be \[6, 8\].*got \(6, 5\)"):
+        recorder.finish(PROMPTS)
+    with pytest.raises(ValueError, match=r"sequences must be .*got list"):
+        recorder.finish([1])
+
+
+@pytest.mark.parametrize("kind", [RowKind.NONE, RowKind.FAILED, "replay"])
+def test_kinds_that_record_nothing_are_refused(kind):
+    with pytest.raises(ValueError, match="kind must be REPLAY, HEAD or DRAWS"):
+        SupportRecorder(kind)
+
+
+# --- the closed loop: sample, record, replay ---
+
+
+def train(model, sequences, recorded, temperature=0.8):
+    rows = aligned_rows(
+        sequences,
+        recorded.loss_mask,
+        support=recorded.support,
+        inference_logprobs=recorded.inference_logprobs,
+    )
+    rows.support.validate(rows.labels, V, rows.active, rows.per_token["inference_logprobs"])
+    hidden = model.base_model(sequences, use_cache=False).last_hidden_state
+    output = fused_lm_head(
+        hidden,
+        model.get_output_embeddings().weight,
+        rows.labels,
+        rows.support,
+        temperature=temperature,
+        active=rows.active,
+        **logit_options(model),
+    )
+    advantages = torch.randn(sequences.shape, generator=torch.Generator().manual_seed(3))
+    inputs = LossInputs.from_head(output, rows.support, advantages=advantages, **rows.per_token)
+    return icepop_loss(inputs, kl_tau=1e-3), inputs
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+@pytest.mark.parametrize(
+    ("sampler", "kind"),
+    [
+        ("top_p", RowKind.REPLAY),
+        ("top_k", RowKind.REPLAY),
+        ("full", RowKind.HEAD),
+        ("full", RowKind.DRAWS),
+    ],
+)
+def test_the_closed_loop(family, sampler, kind):
+    """Equal weights: every importance ratio is 1, whatever the sampler left out."""
+    model, recorder = make(family), SupportRecorder(kind)
+    sequences = sample(model, recorder, **SAMPLERS[sampler])
+    out, inputs = train(model, sequences, recorder.finish(sequences))
+    mask = inputs.loss_mask
+    ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()[mask]
+    assert len(ratio) > 20
+    assert (ratio - 1).abs().max() < 1e-5
+    metrics = out.metrics
+    assert abs(metrics["importance_ratio_mean"] - 1) < 1e-5
+    assert abs(metrics["importance_ratio_max"] - 1) < 1e-5
+    assert metrics["is_masked"] == 0
+    assert metrics["mismatch_kl"] < 1e-9
+    assert metrics["score_centering/uncentered"] == 0
+    out.loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert model.get_output_embeddings().weight.grad.abs().max() > 0
+
+
+def test_without_replay_or_at_another_temperature_the_loop_does_not_close():
+    """What the test above would miss if the sampler left nothing out."""
+    model, recorder = make(), SupportRecorder()
+    sequences = sample(model, recorder, **SAMPLERS["top_p"])
+    recorded = recorder.finish(sequences)
+    hotter, _ = train(model, sequences, recorded, temperature=1.0)
+    assert abs(hotter.metrics["importance_ratio_mean"] - 1) > 1e-2
+    support = recorded.support.empty(len(recorded.support))
+    rows = aligned_rows(sequences, recorded.loss_mask, support=support)
+    hidden = model.base_model(sequences, use_cache=False).last_hidden_state
+    weight, labels = model.get_output_embeddings().weight, rows.labels
+    over_v = fused_lm_head(hidden, weight, labels, temperature=0.8, active=rows.active).logprobs
+    gap = over_v[:, :-1] - recorded.inference_logprobs[:, 1:]
+    assert gap[rows.active[:, :-1]].exp().mean() < 0.99
+
+
+def test_the_example(monkeypatch, capsys, tmp_path):
+    path = Path(__file__).parents[1] / "examples" / "generate.py"
+    spec = importlib.util.spec_from_file_location("generate", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    make("Llama").save_pretrained(tmp_path / "model")
+    for options in ([], ["--model", str(tmp_path / "model"), "--top-k", "9"]):
+        monkeypatch.setattr(sys, "argv", ["generate.py", *options])
+        module.main()
+        printed = dict(re.findall(r"^(\S+) +(\S+)$", capsys.readouterr().out, re.MULTILINE))
+        assert float(printed["importance_ratio_mean"]) == pytest.approx(1, abs=1e-5)
+        assert float(printed["importance_ratio_max"]) == pytest.approx(1, abs=1e-5)
+        assert float(printed["score_centering/uncentered"]) == 0
+        assert 1 < float(printed["score_centering/support_size"]) < 512
