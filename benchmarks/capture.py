@@ -96,7 +96,7 @@ def show(tables: dict[str, dict]) -> None:
             gpu = "" if row.gpu_ms is None else f"{row.gpu_ms:.3f}"
             wall = (f"{t:.3f}" for t in (row.both_ms, row.both_min_ms, row.both_max_ms))
             launches, ratio = str(row.launches or ""), f"{row.ratio:.2f}"
-            printed.add_row(row.name, gpu, launches, *wall, f"{row.extra_mib:.0f}", ratio)
+            printed.add_row(row.name, gpu, launches, *wall, f"{row.extra_mib or 0:.0f}", ratio)
         Console(width=130).print(printed)
 
 

@@ -138,7 +138,8 @@ def measure(
         both()  # compiles
         work.hidden.grad = work.weight.grad = None
         sizes = sum(t.numel() * t.element_size() for t in (work.hidden, work.weight))
-        row = Row(name, extra_mib=extra_mib(both, sizes))
+        # A graph holds its memory in a pool of its own.
+        row = Row(name, extra_mib=None if peer.whole else extra_mib(both, sizes))
         gradients = work.hidden.grad, work.weight.grad
         logprobs = peer.way(work)[0].detach()
         if logprobs.dim() and truth is not None:
@@ -210,7 +211,7 @@ def show(key: str, table: dict) -> None:
             f"{row.both_min_ms:.2f}",
             f"{row.both_max_ms:.2f}",
             f"{row.forward_ms:.2f}",
-            f"{row.extra_mib:.0f}",
+            text(row.extra_mib, ".0f"),
             text(row.logprob_error, ".1e"),
             text(row.gradient_error, ".1e"),
             f"{row.ratio:.1f}",

@@ -30,7 +30,7 @@ class Row:
     both_max_ms: float = 0.0
     gpu_ms: float | None = None  # the sum of the kernels' own times, forward and backward
     launches: int | None = None
-    extra_mib: float = 0.0  # beyond inputs and their gradients, outputs included
+    extra_mib: float | None = 0.0  # beyond inputs and their gradients, outputs included
     logprob_error: float | None = None
     gradient_error: float | None = None
     ratio: float = 1.0
@@ -130,14 +130,14 @@ def synchronize() -> None:
 
 
 def _commit() -> str:
-    """What git says, or `GIT_COMMIT` where the checkout came without its history."""
+    """`GIT_COMMIT` where it is set, for a copy without the history; else what git says."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
         said = done.stdout.strip()
     except FileNotFoundError:
         said = ""
-    return said or os.environ.get("GIT_COMMIT", "unknown")
+    return os.environ.get("GIT_COMMIT") or said or "unknown"
 
 
 def _status(field: str) -> int:

@@ -46,13 +46,16 @@ def capture_support(processed_logits, sampled, **options):
     """The function itself, on the device and back."""
 
     def moved(value):
+        if isinstance(value, torch.Generator) and DEVICE != "cpu":
+            return torch.Generator(DEVICE).manual_seed(value.initial_seed())
         here = isinstance(value, torch.Tensor) and value.device.type == "cpu"
         return value.to(DEVICE) if here and DEVICE != "cpu" else value
 
     rows = capture_module.capture_support(
         moved(processed_logits),
         moved(sampled),
-        **{name: moved(value) for name, value in options.items()},
+        # A kind stays on the host, which may see which kinds there are.
+        **{name: v if name == "kind" else moved(v) for name, v in options.items()},
     )
     if DEVICE == "cpu":
         return rows
@@ -473,7 +476,7 @@ def test_to_support_keeps_rows_kinds_and_tails():
         ),
         (
             {"sampled": torch.zeros(2, dtype=torch.int64, device="meta")},
-            "sampled must be on cpu .* got meta",
+            f"sampled must be on {DEVICE}.* got meta",
         ),
         (
             {"kind": torch.zeros(2, dtype=torch.int64)},

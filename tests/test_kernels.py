@@ -490,6 +490,41 @@ def test_no_sync_in_a_step():
 
 
 @pytest.mark.gpu
+def test_no_sync_in_a_step_of_mixed_rows():
+    """Which rows are over the vocabulary the host knows, also behind a mask that lies there."""
+    batch = random_batch(64, 32, 500, kinds=MIXED, dtype=torch.bfloat16)
+    support = batch.support.pin_memory()
+    batch = on_device(batch)
+    batch.support = support.to("cuda", non_blocking=True)
+    leaves, active = batch.leaves(), torch.arange(64) % 5 > 0
+    for mode in ("default", "error"):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            out = head(leaves, "auto", active=active, entropy="support")
+            sum(part.sum() for part in (out.logprobs, out.support_logprobs)).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kinds", [(RowKind.REPLAY,), MIXED], ids=["replay", "mixed"])
+def test_tensors_on_another_gpu_than_the_current_one(kinds):
+    batch = random_batch(9, 6, 21, kinds=kinds, dtype=torch.float32)
+    names = ("hidden", "weight", "bias", "labels", "temperature", "support")
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        moved = replace(batch, **{name: getattr(batch, name).to(device) for name in names}).leaves()
+        assert torch.cuda.current_device() == 0
+        out = head(moved, "auto", entropy="support")
+        weighted_sum([part.cpu() for part in outputs(out)]).backward()
+        results.append([part.cpu() for part in (*outputs(out), *moved.grads())])
+    for value, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(value, wanted)
+
+
+@pytest.mark.gpu
 def test_the_weight_gradient_is_bitwise_the_same_twenty_times():
     batch, first = big_batch(n=2048, v=300), None
     for _ in range(20):

@@ -302,5 +302,5 @@ class RowsLookedAt:
             _write_rows_kernel[(len(recorded),)](
                 self.logits, self.kind, recorded.view(torch.uint8), starts, counts, self.top,
                 self.log_total, self.narrow, packed, self.logits.shape[1], self.narrow.shape[1],
-                self.logits.stride(0), BLOCK=4096, num_warps=8,
+                self.logits.stride(0), BLOCK=1024, num_warps=4,
             )  # fmt: skip
