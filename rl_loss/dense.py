@@ -1,4 +1,4 @@
-"""Rows normalised over the vocabulary: chunks of logits, forward and backward."""
+"""Rows normalised over the vocabulary without kernels: chunks of logits, forward and backward."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +10,7 @@ from rl_loss.head_rows import HeadRows
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
 from rl_loss.support import RowKind
 
-# The most logits that are held at a time; a GPU wants larger products.
-_CHUNK = 2**24
-_CHUNK_CUDA = 2**28
+_CHUNK = 2**24  # the most logits that are held at a time
 _VOCAB_BLOCK = 8192  # weight rows that are converted to the accumulation dtype at a time
 
 
@@ -122,13 +120,12 @@ def dense_bwd(
         if d_hidden is not None:
             d_hidden[some] += _product(dz, weight)
         if d_weight is not None:
-            _add_product(d_weight, dz, hidden[some])
+            d_weight.addmm_(dz.T, hidden[some].to(dz.dtype))
 
 
 def _chunks(place: Tensor, n: int, vocab_size: int) -> Iterator[tuple[slice, slice]]:
     """Runs of rows with at most `_CHUNK` logits, and the run of entries in each."""
-    most = _CHUNK_CUDA if place.is_cuda else _CHUNK
-    step = max(1, most // max(1, vocab_size))
+    step = max(1, _CHUNK // max(1, vocab_size))
     starts = torch.arange(0, n + step, step, device=place.device).clamp(max=n)
     bounds = torch.searchsorted(place, starts).tolist()
     for i, start in enumerate(range(0, n, step)):
@@ -136,14 +133,6 @@ def _chunks(place: Tensor, n: int, vocab_size: int) -> Iterator[tuple[slice, sli
 
 
 # --- products with a result in the accumulation dtype, whatever the inputs' ---
-
-
-def _on_tensor_cores(a: Tensor, b: Tensor) -> bool:
-    """Whether one matrix product takes these as they are and adds up in float32.
-
-    Not float16: a gradient of 1e-6 is no number there.
-    """
-    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16
 
 
 def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -156,29 +145,17 @@ def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
 
 def _transposed_product(a: Tensor, weight: Tensor) -> Tensor:
     """`a [R, H] @ weight.T [H, V]`."""
-    if _on_tensor_cores(a, weight):
-        return torch.mm(a, weight.T, out_dtype=torch.float32)
     dtype = accumulation_dtype(a, weight)
     a = a.to(dtype)
     return torch.cat([a @ part.T for _, part in _blocks(weight, dtype)], 1)
 
 
 def _product(dz: Tensor, weight: Tensor) -> Tensor:
-    """`dz [R, V] @ weight [V, H]`; on tensor cores `dz` is rounded to the weight's dtype."""
-    if _on_tensor_cores(weight, weight):
-        return torch.mm(dz.to(weight.dtype), weight, out_dtype=torch.float32)
+    """`dz [R, V] @ weight [V, H]`."""
     out = dz.new_zeros(len(dz), weight.shape[1])
     for block, part in _blocks(weight, dz.dtype):
         out += dz[:, block] @ part
     return out
-
-
-def _add_product(total: Tensor, dz: Tensor, h: Tensor) -> None:
-    """Adds `dz.T [V, R] @ h [R, H]` to `total`; rounded as in `_product`."""
-    if _on_tensor_cores(h, h):
-        total += torch.mm(dz.T.to(h.dtype), h, out_dtype=torch.float32)
-    else:
-        total.addmm_(dz.T, h.to(dz.dtype))
 
 
 def _logits(

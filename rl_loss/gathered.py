@@ -158,10 +158,10 @@ def _sparse(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int
 
 
 def _has_sparse_products(*dense: Tensor) -> bool:
-    """Whether torch.sparse multiplies these: float32 or float64 through MKL or cuSPARSE."""
+    """Whether torch.sparse multiplies these: float32 or float64 through MKL."""
     alike = len({tensor.dtype for tensor in dense}) == 1
-    library = dense[0].is_cuda or torch.backends.mkl.is_available()
-    return alike and library and dense[0].dtype in (torch.float32, torch.float64)
+    fits = alike and dense[0].dtype in (torch.float32, torch.float64)
+    return fits and torch.backends.mkl.is_available()
 
 
 def _entry_blocks(nnz: int, width: int) -> list[slice]:

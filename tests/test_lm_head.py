@@ -31,6 +31,24 @@ def head(batch, impl="auto", **options):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_logits_rounded_as_an_engine_with_a_bfloat16_head_leaves_them(impl):
+    """The product with its bias, the scale, each step of the cap; not the division by T."""
+    batch = random_batch(9, 5, 23, kinds=(RowKind.NONE,))
+
+    def rounded(x):
+        return x.bfloat16().double()
+
+    raw = rounded(batch.hidden @ batch.weight.T + batch.bias)
+    z = rounded(5.0 * rounded(torch.tanh(rounded(rounded(raw * 0.7) / 5.0))))
+    expected = (z / batch.temperature.double()[:, None]).log_softmax(1)
+    expected = expected.gather(1, batch.labels[:, None])[:, 0]
+    options = {"softcap": 5.0, "logit_scale": 0.7}
+    got = head(batch, impl, logits_dtype=torch.bfloat16, **options).logprobs
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert (got - head(batch, impl, **options).logprobs).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("entropy", ["support", "full"])
 def test_low_precision_is_within_the_error_of_float32_products(impl, dtype, entropy):
@@ -435,6 +453,8 @@ def test_errors_name_the_argument_the_row_and_the_value():
     fails(r"impl must be", *good, impl="fast")
     fails(r"impl=.triton. ", *good, impl="triton")
     fails(r"process_group", *good, process_group=object())
+    fails(r"logits_dtype must be None or torch.bfloat16", *good, logits_dtype=torch.float16)
+    fails(r"workspace_mib must be above 0", *good, workspace_mib=0)
     small = weight[: int(support.ids.max())]
     ok = labels.clamp(max=len(small) - 1)
     fails(r"support: id \d+ in row \d is outside", hidden, small, ok, support)

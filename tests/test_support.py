@@ -709,3 +709,24 @@ def test_entry_rows():
     offsets = torch.tensor([0, 0, 3, 3, 4])
     assert rows_of_entries(offsets, 4).tolist() == [1, 1, 1, 3]
     assert rows_of_entries(torch.zeros(1, dtype=torch.int64), 0).tolist() == []
+
+
+# --- the kernels' plan ---
+
+
+def test_wide_rows_take_no_tiles_and_only_where_enough_come_together():
+    v = 10_000  # a row's product costs 100 entries, reading the weight 1000 more
+    wide, narrow = list(range(900)), list(range(40))
+    one = Support.from_rows([(wide, None), (narrow, None)])
+    two = Support.from_rows([(wide, None), (narrow, None), (wide, None), None])
+    assert one.plan_for(v).wide.tolist() == []
+    assert one.plan_for(v).tiles.tolist() == one.plan.tiles.tolist()
+    plan = two.plan_for(v)
+    assert plan.wide.tolist() == [0, 2]
+    assert (plan.tiles >> 32).tolist() == [1, 1]  # 40 entries: two tiles of 32
+    assert plan.over_v.tolist() == [3]
+    assert two.plan_for(v) is plan  # made once for this V
+    assert two.plan_for(20 * v) is two.plan  # no row is wide there
+    again = pickle.loads(pickle.dumps(two))
+    assert again.plan_for(v).wide.tolist() == [0, 2]
+    assert two[2:].plan_for(v).wide.tolist() == []
