@@ -22,7 +22,8 @@ from rl_loss.head_rows import (
     rows_over_v,
     use_kernels,
 )
-from rl_loss.kernel_head import HeadScalars, HeadTensors, kernel_head
+from rl_loss.kernel_head import kernel_head
+from rl_loss.kernel_inputs import HeadScalars, HeadTensors
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.reference import reference_lm_head
 from rl_loss.support import RowKind, Support

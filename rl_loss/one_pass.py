@@ -8,16 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_loss.gradient_sums import GradientSums
 from rl_loss.head_rows import check_options, check_tensors, local_tensor, use_kernels
 from rl_loss.host import launching_on
-from rl_loss.kernel_head import (
-    GradientSums,
-    HeadScalars,
-    HeadTensors,
-    head_entries,
-    head_logits,
-    replayed_rows,
-)
+from rl_loss.kernel_head import replayed_rows
+from rl_loss.kernel_inputs import HeadScalars, HeadTensors, head_entries, head_logits
 from rl_loss.lm_head import fused_lm_head, head_inputs
 from rl_loss.logits import accumulation_dtype
 from rl_loss.losses import LossInputs, LossOutputs, icepop_loss, ipo_loss, reinforce_loss

@@ -143,11 +143,11 @@ def test_wide_rows_and_frequent_ids_take_the_narrow_blocks(monkeypatch):
 @kernels
 def test_hot_ids_on_the_tensor_cores(monkeypatch):
     """The dense product of the most frequent ids, inactive rows holding NaN."""
-    import rl_loss.kernel_head as kernel_head
+    import rl_loss.gradient_sums as gradient_sums
     import rl_loss.kernels.hot_ids as hot_ids
 
     monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(kernel_head, "_WEIGHT_PROGRAMS", 3)
+    monkeypatch.setattr(gradient_sums, "_WEIGHT_PROGRAMS", 3)
     # The interpreter multiplies the bits of bfloat16 matrices as integers.
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     batch = on_device(random_batch(9, 20, 60, kinds=(RowKind.REPLAY,), dtype=dtype, widths=(25, 3)))
