@@ -267,12 +267,19 @@ def main() -> None:
     known = workloads()
     default = [next(iter(known))]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", nargs="*", choices=[*known, "h200"], default=default)
+    parser.add_argument(
+        "--preset", nargs="*", choices=[*WORKLOADS, "real", "h200"], default=default
+    )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.json and NAME.png")
     options = parser.parse_args()
+    environment()
+    import rich  # noqa: F401  # before minutes of measuring: `pip install -e ".[bench]"`
+
+    if "real" in options.preset and "real" not in known:
+        parser.error("--preset real: smollm2_top_p95.npz is not in the folder RL_LOSS_DATA")
     if data_folder() is None:
         print("The real supports are not here (set RL_LOSS_DATA); running synthetic ones.")
     dtype = options.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -108,8 +109,9 @@ def write_json(name: str, made: dict) -> None:
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
+@cache
 def environment() -> dict[str, str]:
-    """Device, versions, commit and date."""
+    """As the program began: device, versions, commit and date."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = {
         "device": gpu or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
@@ -130,7 +132,7 @@ def synchronize() -> None:
 
 
 def _commit() -> str:
-    """`GIT_COMMIT` where it is set, for a copy without the history; else what git says."""
+    """`GIT_COMMIT` where it is set, for a copy without its `.git`; else what git says."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)

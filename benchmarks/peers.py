@@ -91,7 +91,9 @@ def graphed(work: Workload) -> tuple[Tensor, ...]:
             outputs = out.logprobs, out.support_logprobs
             return *outputs, *torch.autograd.grad(outputs, (hidden, weight), upstreams)
 
-        with torch.cuda.stream(torch.cuda.Stream()):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -55,7 +55,7 @@ class Workload:
 
 
 def data_folder() -> Path | None:
-    """Where the real supports are: `RL_LOSS_DATA`, or `shared/data` beside the checkout."""
+    """Where the real supports are, if anywhere: the folder `RL_LOSS_DATA`, or one beside this."""
     given = os.environ.get("RL_LOSS_DATA")
     places = [given] if given else [Path(__file__).parents[2] / "shared" / "data"]
     return next((Path(p) for p in places if (Path(p) / "smollm2_top_p95.npz").exists()), None)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from rl_loss.kernel_inputs import Entries, Rows
 from rl_loss.kernels.dense import add_stats, pick, put_entries, to_grads
-from rl_loss.kernels.gathered import Entries, Rows
 from rl_loss.kernels.logits import Logit
 from rl_loss.logits import accumulation_dtype
 
@@ -129,8 +129,10 @@ def wide_logits(
 ) -> None:
     """The logits of REPLAY rows so wide that a matrix product over V is cheaper than gathering."""
     dtype, v = accumulation_dtype(hidden, weight), len(weight)
-    for run in wide.split(max(1, workspace // (dtype.itemsize * v))):
-        raw = products(hidden[run], weight, new_block(len(run), v, hidden, dtype))
+    runs = wide.split(max(1, workspace // (dtype.itemsize * v)))
+    buffer = new_block(len(runs[0]), v, hidden, dtype)
+    for run in runs:
+        raw = products(hidden[run], weight, buffer)
         z = out.support_logprobs
         pick(raw, run, entries, logits, 0, z, None, max_width, take_out=False)
 
@@ -145,9 +147,10 @@ def wide_hidden_grads(
     workspace: int,
 ) -> Tensor:
     """The hidden gradients of these rows, `[W, H]` in the accumulation dtype."""
-    parts = []
-    for run in wide.split(max(1, workspace // (dtype.itemsize * len(weight)))):
-        dz = new_block(len(run), len(weight), weight, dtype).zero_()[:, : len(weight)]
+    parts, runs = [], wide.split(max(1, workspace // (dtype.itemsize * len(weight))))
+    buffer = new_block(len(runs[0]), len(weight), weight, dtype)
+    for run in runs:
+        dz = buffer[: len(run), : len(weight)].zero_()
         put_entries(dz, run, entries.ids, entries.offsets, grad, max_width)
         parts.append(_product(dz, weight))
     return torch.cat(parts)

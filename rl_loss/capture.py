@@ -76,7 +76,9 @@ def capture_support(
     - `REPLAY`: all of S, ids ascending; tail mass 0;
     - `HEAD`: the sampled token, then the `top` likeliest ids of S without it, ascending (so `top`
       others, or one less where the sampled token is among the likeliest); tail mass `Σ q_v` over
-      the rest of S, summed from the logits left out and not as 1 minus the recorded mass;
+      the rest of S, summed from the logits left out and not as 1 minus the recorded mass. The
+      trainer normalises such a row, and one of draws, over the whole vocabulary: neither is for a
+      sampler that truncates;
     - `DRAWS`: `draws` i.i.d. draws from q, apart from the sampled token, repeats kept; tail mass 0;
     - `NONE`: no entry, tail mass 1; the row is not looked at.
 

@@ -58,7 +58,13 @@ class CaptureStream:
         self._copied = 0  # steps whose entries are on their way
 
     def add(self, rows: CapturedRows) -> None:
-        """Starts the copy of one step's rows; does not wait."""
+        """Starts the copy of one step's rows; does not wait.
+
+        Raises:
+            ValueError: what is no `CapturedRows`.
+        """
+        if not isinstance(rows, CapturedRows):
+            raise ValueError(f"rows must be CapturedRows, got {type(rows).__name__}")
         self._steps.append(self._behind(rows.packed, lambda: _Pending(rows)))
         while self._copied < len(self._steps) and _arrived(self._steps[self._copied][1]):
             self._copy_entries()
@@ -85,18 +91,22 @@ class CaptureStream:
         packed, total = step.packed, int(step.counts.clamp(min=0).sum())
         assert packed is not None
         self.most_needed = max(self.most_needed, int(step.needed))
-        step.entries, event = self._behind(packed, lambda: _to_host(packed[:total]))
+        step.entries, event = self._behind(packed, lambda: _to_host(packed[:total]), wait=False)
         step.packed = None
         self._steps[self._copied] = step, event
         self._copied += 1
 
-    def _behind(self, tensor: Tensor, copy):  # type: ignore[no-untyped-def]
-        """What `copy` gives, run behind the work so far on a stream of its own, and its event."""
+    def _behind(self, tensor: Tensor, copy, wait: bool = True):  # type: ignore[no-untyped-def]
+        """What `copy` gives, run on a stream of its own, and its event; `wait`: behind the work
+        of the current stream so far, which has made the tensor."""
         if not tensor.is_cuda:
             return copy(), None
         device = tensor.device
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_stream(torch.cuda.current_stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        if wait:
+            stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             made, event = copy(), torch.cuda.Event()
             event.record(stream)

@@ -17,6 +17,10 @@ class RowKind(IntEnum):
     DRAWS = 3  # i.i.d. draws from the sampler, repeats kept: over the vocabulary
 
 
+# As plain ints: torch.compile compares no tensor with an enum.
+NONE, REPLAY, HEAD, DRAWS = (int(kind) for kind in list(RowKind)[1:])
+
+
 class HostFacts(NamedTuple):
     """What the host knows of a support wherever its tensors are (CPU tensors)."""
 
@@ -32,7 +36,9 @@ class HeadPlan(NamedTuple):
     wide: Tensor  # [W] int64: REPLAY rows without tiles, wide enough for a product over V
     over_v: Tensor  # [D] int64: the rows that are normalised over the vocabulary
     max_width: int  # entries of the widest row, rounded up to a power of two
+    wide_on_host: Tensor  # [W] int64: `wide` as a CPU tensor
     head: bool  # some row is HEAD
+    draws: bool  # some row is DRAWS
     sound: bool  # no row failed to be recorded or was left empty
 
 
@@ -54,7 +60,7 @@ def widest_gathered(vocab_size: int) -> float:
 def wide_rows(host: HostFacts, vocab_size: int) -> Tensor:
     """The REPLAY rows that a product over the vocabulary is cheaper for, `[N]` bool."""
     widths, least = host.offsets.diff(), widest_gathered(vocab_size)
-    wide = (host.kind == RowKind.REPLAY) & (widths > least)
+    wide = (host.kind == REPLAY) & (widths > least)
     gain = float((widths[wide] - least).sum())
     return wide if gain > vocab_size * ENTRIES_A_READ else torch.zeros_like(wide)
 
@@ -62,7 +68,7 @@ def wide_rows(host: HostFacts, vocab_size: int) -> Tensor:
 def head_plan(host: HostFacts, device: torch.device, vocab_size: int | None = None) -> HeadPlan:
     """The plan of rows of which the host knows `host`, its tensors on `device`; without a
     vocabulary's size no row is wide."""
-    widths, replay = host.offsets.diff(), host.kind == RowKind.REPLAY
+    widths, replay = host.offsets.diff(), host.kind == REPLAY
     wide = torch.zeros_like(replay) if vocab_size is None else wide_rows(host, vocab_size)
     counts = torch.where(replay & ~wide & (widths > 1), (widths + TILE - 1) // TILE, 0)
     total = int(counts.sum())
@@ -76,10 +82,12 @@ def head_plan(host: HostFacts, device: torch.device, vocab_size: int | None = No
     return HeadPlan(
         tiles=moved(rows << 32 | number),
         wide=moved(wide.nonzero()[:, 0]),
+        wide_on_host=wide.nonzero()[:, 0],
         over_v=moved(((host.kind >= 0) & ~replay).nonzero()[:, 0]),
         max_width=1 << max(0, widest - 1).bit_length(),
-        head=bool((host.kind == RowKind.HEAD).any()),
-        sound=not ((host.kind != RowKind.NONE) & (widths == 0)).any(),
+        head=bool((host.kind == HEAD).any()),
+        draws=bool((host.kind == DRAWS).any()),
+        sound=not ((host.kind != NONE) & (widths == 0)).any(),
     )
 
 

@@ -33,13 +33,13 @@ class GradientSums:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """The three gradients; the weight's here where no block wrote it before."""
-        none = self.grads.grad.new_empty(0)
-        d_hidden = self._hidden() if self.need[0] else none
+        none = [self.t.hidden.new_empty(0) for _ in range(3)]  # an operator's outputs differ
+        d_hidden = self._hidden() if self.need[0] else none[0]
         if self.need[1] and self.d_weight is None:
             self.start_weight(last=True)
             self.finish_block(slice(0, len(self.t.weight)), None)
-        d_bias = self._bias() if self.need[2] and self.t.bias is not None else none
-        return d_hidden, none if self.d_weight is None else self.d_weight, d_bias
+        d_bias = self._bias() if self.need[2] and self.t.bias is not None else none[2]
+        return d_hidden, none[1] if self.d_weight is None else self.d_weight, d_bias
 
     def _hidden(self) -> Tensor:
         from rl_loss.kernels.scattered import gathered_sums
@@ -84,7 +84,8 @@ class GradientSums:
         if len(t.ids) or not len(t.over_v):
             bounds = self._sort()
             grad, rows, _, _ = self.grads
-            if use_hot_ids(t.hidden, t.weight, grad):
+            # An id that was drawn twice in a row has two entries for one cell of the product.
+            if not self.s.draws and use_hot_ids(t.hidden, t.weight, grad):
                 self.hot = hot_product(t.hidden, grad, rows, t.ids, bounds, self.state)
             del grad, rows
         if last:
@@ -112,7 +113,7 @@ class GradientSums:
         gathered_sums(
             t.hidden, grad, rows, self.bounds[ids.start :], out,
             owners=sorted_ids,
-            max_entries=min(len(t.labels), len(t.ids)),
+            max_entries=len(t.ids),
             first_owner=ids.start,
             base=base,
             slots=None if self.hot is None else self.hot.slots[ids.start :],
@@ -125,10 +126,8 @@ class GradientSums:
         bounds = self._sort().long()
         assert self.sorted is not None
         assert self.t.bias is not None
-        # Differences of one running sum, in float64: in a fixed order, as an atomic sum is not.
-        running = torch.zeros(len(self.t.ids) + 1, dtype=torch.float64, device=bounds.device)
-        torch.cumsum(self.sorted[1], 0, dtype=torch.float64, out=running[1:])
-        d_bias = running[bounds].diff()
+        grad = self.sorted[1].double()
+        d_bias = torch.segment_reduce(grad, "sum", offsets=bounds, unsafe=True)
         if self.over_v_bias is not None:
             d_bias += self.over_v_bias
         return d_bias.to(self.t.bias.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_loss.csr import HeadPlan, wide_rows
+from rl_loss.csr import NONE, REPLAY, HeadPlan
 from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.segments import segment_sum
@@ -88,7 +88,7 @@ def rows_over_v(support: Support, plan: HeadPlan, active: Tensor | None, full: b
     kind = support.host.kind
     if not full and (active is None or len(plan.over_v) == 0):
         return plan.over_v
-    wanted = kind >= RowKind.NONE if full else (kind >= RowKind.NONE) & (kind != RowKind.REPLAY)
+    wanted = kind >= NONE if full else (kind >= NONE) & (kind != REPLAY)
     if active is not None and active.device.type == "cpu":
         wanted = wanted & active.reshape(-1)
     rows = wanted.nonzero()[:, 0].to(support.device, non_blocking=True)
@@ -97,12 +97,14 @@ def rows_over_v(support: Support, plan: HeadPlan, active: Tensor | None, full: b
     return rows
 
 
-def active_wide(support: Support, plan: HeadPlan, active: Tensor | None, vocab_size: int) -> Tensor:
+def active_wide(support: Support, plan: HeadPlan, active: Tensor | None) -> Tensor:
     """The wide rows that a loss may read, as far as the host knows, `[W]` int64."""
     if len(plan.wide) == 0 or active is None or active.device.type != "cpu":
         return plan.wide
-    wanted = wide_rows(support.host, vocab_size) & active.reshape(-1)
-    return wanted.nonzero()[:, 0].to(support.device, non_blocking=True)
+    if torch.compiler.is_compiling():  # a shape that depends on values breaks the graph
+        return plan.wide
+    rows = plan.wide_on_host
+    return rows[active.reshape(-1)[rows]].to(support.device, non_blocking=True)
 
 
 def check_options(
@@ -119,8 +121,8 @@ def check_options(
         raise ValueError(f'entropy must be None, "support" or "full", got {entropy!r}')
     if logits_dtype not in (None, torch.bfloat16):
         raise ValueError(f"logits_dtype must be None or torch.bfloat16, got {logits_dtype}")
-    if not 0 < workspace_mib < math.inf:
-        raise ValueError(f"workspace_mib must be above 0 and finite, got {workspace_mib}")
+    if not isinstance(workspace_mib, (int, float)) or not 0 < workspace_mib < math.inf:
+        raise ValueError(f"workspace_mib must be above 0 and finite, got {workspace_mib!r}")
     return logit_transform(softcap, logit_scale, logits_dtype is not None)
 
 
@@ -184,6 +186,9 @@ def check_tensors(
             raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
     if not (support is None or isinstance(support, Support)):
         raise ValueError(f"support must be a Support, got {type(support).__name__}")
+    for name, option in {"bias": bias, "active": active}.items():
+        if not (option is None or isinstance(option, Tensor)):
+            raise ValueError(f"{name} must be a tensor, got {type(option).__name__}")
     for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
@@ -215,8 +220,9 @@ def check_tensors(
 
 
 def check_temperature(temperature: float) -> None:
-    if not 0 < temperature < math.inf or 1 / temperature == math.inf:
-        raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
+    number = isinstance(temperature, (int, float))
+    if not number or not 0 < temperature < math.inf or 1 / temperature == math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, got {temperature!r}")
 
 
 def check_temperatures(temperature: Tensor, hidden: Tensor, shape: torch.Size) -> None:

@@ -12,21 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from rl_loss.gradient_sums import GradientSums
 from rl_loss.host import launching_on
-from rl_loss.kernel_inputs import HeadScalars, HeadTensors, head_entries, head_logits
+from rl_loss.kernel_inputs import HeadScalars, HeadTensors, Rows, head_entries, head_logits
 from rl_loss.logits import accumulation_dtype
-
-
-class _Outputs(NamedTuple):
-    """The operators' view of `kernels.gathered.Rows`."""
-
-    logprobs: Tensor  # [N]
-    support_logprobs: Tensor  # [nnz]
-    tail_logprobs: Tensor  # [N]
-    entropy: Tensor  # [N]
-    valid: Tensor  # [nnz] bool
-    lse: Tensor  # [N]
-    lse_v: Tensor  # [N]
-    state: Tensor  # [N] uint8
 
 
 class _Upstreams(NamedTuple):
@@ -77,10 +64,10 @@ class _KernelHead(torch.autograd.Function):
         return *grads, *(None,) * (_N_INPUTS - 3)
 
 
-def replayed_rows(t: HeadTensors, s: HeadScalars, normal: bool = True) -> Any:
-    """`kernels.gathered.Rows` in which every row but those over the vocabulary is computed; not
+def replayed_rows(t: HeadTensors, s: HeadScalars, normal: bool = True) -> Rows:
+    """`Rows` in which every row but those over the vocabulary is computed; not
     `normal`: the logits of their entries alone."""
-    from rl_loss.kernels.gathered import Rows, gathered_logits, normalise
+    from rl_loss.kernels.gathered import gathered_logits, normalise
 
     dtype, logits = accumulation_dtype(t.hidden, t.weight), head_logits(t, s)
     sizes = len(t.labels), len(t.ids)
@@ -98,8 +85,8 @@ def replayed_rows(t: HeadTensors, s: HeadScalars, normal: bool = True) -> Any:
     return out
 
 
-def head_fwd(t: HeadTensors, s: HeadScalars) -> Any:
-    """`kernels.gathered.Rows` of all rows."""
+def head_fwd(t: HeadTensors, s: HeadScalars) -> Rows:
+    """`Rows` of all rows."""
     from rl_loss.kernels.gathered import normalise
 
     over_v = len(t.over_v) > 0
@@ -119,7 +106,7 @@ def head_fwd(t: HeadTensors, s: HeadScalars) -> Any:
 def head_bwd(
     t: HeadTensors,
     s: HeadScalars,
-    saved,  # kernels.gathered.Rows
+    saved: Rows,
     upstreams: tuple[Tensor | None, ...],
     need: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,19 +141,17 @@ def head_bwd(
 
 def _forward(*args):
     t = HeadTensors(*args[: len(HeadTensors._fields)])
-    with launching_on(t.hidden):
+    with launching_on(t.hidden), torch.autocast(t.hidden.device.type, enabled=False):
         return tuple(head_fwd(t, HeadScalars(*args[len(t) :])))
 
 
 def _backward(*args):
-    from rl_loss.kernels.gathered import Rows
-
     args, parts = list(args), []
     for kind in (HeadTensors, Rows, _Upstreams, _Needs, HeadScalars):
         parts.append(kind(*args[: len(kind._fields)]))
         del args[: len(kind._fields)]
     t, saved, upstreams, need, s = parts
-    with launching_on(t.hidden):
+    with launching_on(t.hidden), torch.autocast(t.hidden.device.type, enabled=False):
         return head_bwd(t, s, saved, upstreams, need)
 
 
@@ -185,7 +170,7 @@ _head_bwd = torch.library.custom_op(
     "rl_loss::head_bwd",
     _backward,
     mutates_args=(),
-    schema=_schema(3, HeadTensors, _Outputs, _Upstreams, _Needs, HeadScalars),
+    schema=_schema(3, HeadTensors, Rows, _Upstreams, _Needs, HeadScalars),
 )
 
 

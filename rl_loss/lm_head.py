@@ -95,7 +95,8 @@ def fused_lm_head(
             summation rounds the other way; the gradient is that of the logits not rounded.
         workspace_mib: MiB that a block of logits over the vocabulary may take on a GPU, in the
             forward and in the backward; smaller is slower (on 16384 rows: below 256).
-        process_group: the group over which `weight` is split by vocabulary.
+        process_group: the group over which `weight` is split by vocabulary: not supported yet,
+            and refused.
 
     Returns:
         LMHeadOutput. The gradient keeps the dtype of each input, is accumulated in float32 (or
@@ -181,8 +182,9 @@ def head_inputs(
         temperatures, temperature = temperature.expand(shape).reshape(n).contiguous(), 1.0
     else:
         check_temperature(temperature)
-    on = torch.ones((), dtype=torch.bool, device=hidden.device).expand(shape)
-    if active is not None:
+    if active is None:
+        on = torch.ones(shape, dtype=torch.bool, device=hidden.device)
+    else:
         on = active.to(hidden.device, non_blocking=True)
     tensors = HeadTensors(
         hidden=hidden.reshape(n, hidden.shape[-1]),
@@ -196,7 +198,7 @@ def head_inputs(
         offsets=support.offsets,
         kind=support.kind,
         tiles=plan.tiles,
-        wide=active_wide(support, plan, active, v),
+        wide=active_wide(support, plan, active),
         over_v=rows_over_v(support, plan, active, entropy == "full"),
     )
     scalars = HeadScalars(
@@ -206,6 +208,7 @@ def head_inputs(
         rounded=transform.rounded,
         max_width=plan.max_width,
         head=plan.head,
+        draws=plan.draws,
         want_entropy=("support", "full").index(entropy) + 1 if entropy else 0,
         workspace=workspace,
     )

@@ -92,6 +92,8 @@ class LossInputs:
             if output.support_logprobs.numel():
                 raise ValueError("support must be the one that the head was called with, got None")
             return inputs
+        if not hasattr(support, "nnz"):
+            raise ValueError(f"support must be a Support, got {type(support).__name__}")
         if len(support) != logprobs.numel() or support.nnz != output.support_logprobs.numel():
             raise ValueError(
                 f"support must be the head's ({logprobs.numel()} rows, "

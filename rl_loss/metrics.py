@@ -84,6 +84,9 @@ def combine_metrics(parts: Iterable[tuple[Metrics, Metrics]]) -> tuple[Metrics, 
     Args:
         parts: `(metrics, metric_counts)` of each.
 
+    Raises:
+        ValueError: parts whose metrics have other names.
+
     Example:
         >>> one, two = torch.tensor(1.0), torch.tensor(4.0)
         >>> parts = [({"a": one}, {"a": one}), ({"a": two}, {"a": torch.tensor(2.0)})]
@@ -94,6 +97,10 @@ def combine_metrics(parts: Iterable[tuple[Metrics, Metrics]]) -> tuple[Metrics, 
     if not parts:
         return {}, {}
     names = list(parts[0][0])
+    for i, (metrics, _) in enumerate(parts):
+        if metrics.keys() != set(names):
+            odd = sorted(metrics.keys() ^ set(names))
+            raise ValueError(f"parts[{i}] must have the metrics of parts[0], but for {odd}")
     values = torch.stack([torch.stack([metrics[name] for name in names]) for metrics, _ in parts])
     counts = torch.stack([torch.stack([counts[name] for name in names]) for _, counts in parts])
     total = counts.sum(0)

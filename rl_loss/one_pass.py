@@ -85,7 +85,7 @@ def fused_lm_head_loss(
     if rule not in _LOSSES or (isinstance(loss, partial) and loss.args):
         raise ValueError(
             "loss must be ipo_loss, icepop_loss or reinforce_loss, or a functools.partial of one "
-            f"with keyword options, got {loss!r}: a loss that is no sum over tokens needs two steps"
+            f"with keyword options, got {loss!r}: any other takes the two steps"
         )
     weight, bias = local_tensor("weight", weight), local_tensor("bias", bias)
     check_tensors(hidden, weight, labels, support, bias, active)
@@ -94,11 +94,20 @@ def fused_lm_head_loss(
         "advantages": advantages,
         "loss_weights": loss_weights,
     }
+    for name, value in per_token.items():
+        if value is None and name == "loss_weights":
+            continue
+        if not isinstance(value, Tensor) or value.shape != labels.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} must be {tuple(labels.shape)} as labels, got {got}")
+        if value.device != hidden.device:
+            raise ValueError(f"{name} must be on {hidden.device} as hidden, got {value.device}")
     if not use_kernels(impl, hidden.device):
         head = fused_lm_head(
             hidden, weight, labels, support,
             temperature=temperature, bias=bias, softcap=softcap, logit_scale=logit_scale,
-            active=active, impl=impl, logits_dtype=logits_dtype, process_group=process_group,
+            active=active, impl=impl, logits_dtype=logits_dtype, workspace_mib=workspace_mib,
+            process_group=process_group,
         )  # fmt: skip
         out = loss(LossInputs.from_head(head, support, **per_token))
         return LossOutputs(out.loss, out.metrics, out.metric_counts, out.per_token_loss.detach())
@@ -129,8 +138,10 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
+        # One value, not 0-dim: the product is formed in the wider dtype and rounded when stored.
+        scale = upstream.reshape(1)
         grads = (
-            grad * upstream.to(grad.dtype) if need else None
+            torch.mul(grad, scale, out=torch.empty_like(grad)) if need else None
             for grad, need in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         )
         return *grads, None, None

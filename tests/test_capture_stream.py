@@ -58,3 +58,8 @@ def test_adding_does_not_wait():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(stream.collect()) == 5
+
+
+def test_what_is_no_captured_rows_is_refused():
+    with pytest.raises(ValueError, match="rows must be CapturedRows, got str"):
+        CaptureStream().add("rows")

@@ -183,7 +183,7 @@ def test_among_the_logits_processors_it_is_refused():
 
 def test_sequences_that_were_not_recorded_are_refused():
     recorder = SupportRecorder()
-    with pytest.raises(ValueError, match=r"sequences must be \[0, 0\]"):
+    with pytest.raises(ValueError, match=r"sequences: nothing was recorded"):
         recorder.finish(PROMPTS)
     sequences = sample(make(), recorder, max_new_tokens=3)
     changed = sequences.clone()
@@ -196,6 +196,17 @@ def test_sequences_that_were_not_recorded_are_refused():
         recorder.finish(PROMPTS)
     with pytest.raises(ValueError, match=r"sequences must be .*got list"):
         recorder.finish([1])
+
+
+@pytest.mark.parametrize("kind", [RowKind.HEAD, RowKind.DRAWS])
+def test_rows_over_the_vocabulary_are_refused_where_the_sampler_truncates(kind):
+    with pytest.raises(ValueError, match=f"kind must be REPLAY .* got {kind.name}, .*step 0 keeps"):
+        sample(make(), SupportRecorder(kind), top_p=0.2, top_k=0)
+
+
+def test_options_of_another_name_are_refused():
+    with pytest.raises(ValueError, match=r"options of capture_support, got \['capcity'\]"):
+        SupportRecorder(capcity=3)
 
 
 @pytest.mark.parametrize("kind", [RowKind.NONE, RowKind.FAILED, "replay"])

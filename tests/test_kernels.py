@@ -238,6 +238,85 @@ def test_a_masked_logit_above_the_support_does_not_overflow(monkeypatch):
 
 
 @kernels
+def test_an_id_that_is_drawn_more_often_than_there_are_rows():
+    """Its row of the weight gradient has more entries than a light program takes."""
+    draws = [0] * 1200 + [2, 5]
+    rows = [(draws, [-0.1] * len(draws)), ([1, 1, 3], [-0.5] * 3)]
+    batch = random_batch(2, 8, 7, kinds=(RowKind.NONE,))
+    batch.support = Support.from_rows(rows, kind=RowKind.DRAWS)
+    compare(batch, torch.float64)
+
+
+@kernels
+def test_repeated_draws_of_a_hot_id_all_count(monkeypatch):
+    import rl_loss.kernels.hot_ids as hot_ids
+
+    monkeypatch.setattr(hot_ids, "HOT", 16)
+    monkeypatch.setattr(hot_ids, "use_hot_ids", lambda *tensors: True)
+    batch = random_batch(4, 8, 7, kinds=(RowKind.NONE,), dtype=torch.float16)
+    row = ([3, 3, 3, 1], [-0.5] * 4)
+    batch.support = Support.from_rows([row] * 4, kind=RowKind.DRAWS)
+    compare(batch, torch.float16)
+
+
+@kernels
+@pytest.mark.parametrize("kinds", [(RowKind.HEAD,), (RowKind.REPLAY,)], ids=str)
+def test_a_backward_under_autocast_keeps_its_products(kinds, monkeypatch):
+    import rl_loss.csr as csr
+
+    monkeypatch.setattr(csr, "ENTRIES_A_PRODUCT", 0.1)
+    monkeypatch.setattr(csr, "ENTRIES_A_READ", 0.0)
+    batch = on_device(random_batch(5, 8, 31, kinds=kinds, dtype=torch.float32, widths=(9, 12)))
+    plain, other = batch.leaves(), batch.leaves()
+    head(plain, "triton").logprobs.sum().backward()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        head(other, "triton").logprobs.sum().backward()
+    for grad, wanted in zip(other.grads(), plain.grads(), strict=True):
+        assert torch.equal(grad, wanted)
+
+
+@kernels
+def test_a_nan_upstream_spoils_the_bias_of_its_own_ids_alone():
+    support = Support.from_rows([([0, 1], None), ([5, 6], None)]).to(DEVICE)
+    hidden, weight = torch.randn(2, 4, device=DEVICE), torch.randn(9, 4, device=DEVICE)
+    bias = torch.zeros(9, device=DEVICE, requires_grad=True)
+    labels = torch.tensor([1, 5], device=DEVICE)
+    out = fused_lm_head(hidden, weight, labels, support, bias=bias, impl="triton")
+    out.logprobs.backward(torch.tensor([torch.nan, 1.0], device=DEVICE))
+    assert bias.grad.isnan().nonzero()[:, 0].tolist() == [0, 1]
+
+
+@kernels
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled_without_a_bias(frozen, masked, monkeypatch):
+    """One input frozen, a mask on the host, a wide row whose plan was made before."""
+    import rl_loss.csr as csr
+
+    monkeypatch.setattr(csr, "ENTRIES_A_PRODUCT", 0.4)
+    monkeypatch.setattr(csr, "ENTRIES_A_READ", 0.0)
+    batch = random_batch(9, 6, 21, kinds=(RowKind.REPLAY,), dtype=torch.float32, widths=(15, 3))
+    batch, active = on_device(batch), torch.arange(9) != 4 if masked else None
+    assert len(batch.support.plan_for(21).wide)
+
+    def logprobs(hidden, weight):
+        rows = hidden, weight, batch.labels, batch.support
+        return fused_lm_head(*rows, active=active, impl="triton").logprobs
+
+    leaves, fresh = batch.leaves(), batch.leaves()
+    for some in (leaves, fresh):
+        getattr(some, frozen).requires_grad_(False)
+    expected = logprobs(leaves.hidden, leaves.weight)
+    expected.sum().backward()
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    got = torch.compile(logprobs, fullgraph=True, backend=backend)(fresh.hidden, fresh.weight)
+    got.sum().backward()
+    torch.testing.assert_close(got, expected)
+    for name in {"hidden", "weight"} - {frozen}:
+        torch.testing.assert_close(getattr(fresh, name).grad, getattr(leaves, name).grad)
+
+
+@kernels
 def test_hidden_sizes_beyond_one_block(monkeypatch):
     import rl_loss.kernels.gathered as gathered
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl_loss import LossInputs, Support, fused_lm_head, icepop_loss, ipo_loss
+from rl_loss.metrics import combine_metrics
 
 
 def run(loss=icepop_loss, **options):
@@ -117,3 +118,10 @@ def test_rows_whose_tail_model_may_be_inexact_are_counted():
     assert float(result.metrics["score_centering/tail_inexact"]) == 0.5
     assert float(run(ipo_loss, eps=0.5)[0].metrics["score_centering/tail_inexact"]) == 0
     assert float(run(icepop_loss)[0].metrics["score_centering/tail_inexact"]) == 0
+
+
+def test_parts_with_other_metrics_are_refused():
+    one = torch.ones(())
+    with pytest.raises(ValueError, match=r"parts\[1\] must have the metrics of parts\[0\].*'b'"):
+        combine_metrics([({"a": one}, {"a": one}), ({"a": one, "b": one}, {"a": one, "b": one})])
+    assert combine_metrics([]) == ({}, {})

@@ -182,6 +182,27 @@ def test_no_active_row(n):
     assert (leaves.weight.grad == 0).all()
 
 
+@pytest.mark.parametrize("name", ["inference_logprobs", "advantages", "loss_weights"])
+def test_values_of_another_shape_are_refused(name):
+    batch, values = make(ALL_KINDS)
+    for wrong, got in ((torch.zeros(15, device=DEVICE), r"\(15,\)"), ([0.0] * 14, "list")):
+        with pytest.raises(ValueError, match=rf"{name} must be \(14,\) as labels, got {got}"):
+            one_pass(batch, {**values, name: wrong}, icepop_loss)
+
+
+@pytest.mark.skipif(IMPL == "auto", reason="two steps have no gradient to scale")
+@pytest.mark.parametrize("scale", [1 / 257, 131072.0])
+def test_the_upstream_is_not_rounded(scale):
+    """Nor is it too large for the gradients' dtype."""
+    batch, values = make((RowKind.REPLAY, RowKind.NONE), dtype=torch.bfloat16)
+    plain, scaled = batch.leaves(), batch.leaves()
+    one_pass(plain, values, icepop_loss).loss.backward()
+    (one_pass(scaled, values, icepop_loss).loss * scale).backward()
+    for grad, unscaled in zip(scaled.grads(), plain.grads(), strict=True):
+        wanted = (unscaled.double() * scale).bfloat16()
+        assert torch.equal(grad, wanted)
+
+
 @pytest.mark.parametrize("loss", [torch.sum, partial(icepop_loss, None), partial(torch.sum)])
 def test_other_losses_are_refused(loss):
     batch, values = make(ALL_KINDS)

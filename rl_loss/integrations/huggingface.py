@@ -90,8 +90,9 @@ class SupportRecorder:
             `generator`.
 
     Raises:
-        ValueError: a kind that records nothing; at sampling time a greedy or beam search, or a
-            recorder among the logits processors.
+        ValueError: a kind that records nothing; at sampling time a greedy or beam search, a
+            recorder among the logits processors, or HEAD or DRAWS of a distribution that was
+            truncated (to less than half of the vocabulary).
 
     Example:
         >>> recorder = SupportRecorder()
@@ -110,7 +111,10 @@ class SupportRecorder:
     def __init__(self, kind: RowKind = RowKind.REPLAY, **options: Any) -> None:
         if kind not in (RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS):
             raise ValueError(f"kind must be REPLAY, HEAD or DRAWS, got {kind!r}")
-        self.kind, self.options = kind, options
+        unknown = options.keys() - {"capacity", "top", "draws", "generator"}
+        if unknown:
+            raise ValueError(f"options of capture_support, got {sorted(unknown)}")
+        self.kind, self.options = RowKind(kind), options
         self._scores: Tensor | None = None  # [B, V] of the token that is being sampled
         self._sampling = False
         self._start(torch.empty(0, 0, dtype=torch.int64))
@@ -163,6 +167,14 @@ class SupportRecorder:
         scores, sampled, self._scores = self._scores, input_ids[:, -1], None
         assert scores is not None
         alive = ~self._ended
+        if self.kind != RowKind.REPLAY:
+            kept = int(scores.isfinite().sum(1).amin())
+            if kept < scores.shape[1] / 2:
+                raise ValueError(
+                    f"kind must be REPLAY where the sampler truncates, got {self.kind.name}, whose "
+                    f"rows are normalised over V: step {len(self._steps)} keeps {kept} of "
+                    f"{scores.shape[1]} ids"
+                )
         rows = capture_support(scores[alive], sampled[alive], kind=self.kind, **self.options)
         self._supports.append(rows.to_support().to("cpu"))
         logprobs = torch.zeros(len(alive), device=scores.device)
@@ -181,6 +193,11 @@ class SupportRecorder:
         Raises:
             ValueError: sequences that are not those that were recorded.
         """
+        if not self._steps:
+            raise ValueError(
+                "sequences: nothing was recorded; was generate called with "
+                "custom_generate=recorder.sample?"
+            )
         (batch, prompt), shape = self._prompts.shape, tuple(getattr(sequences, "shape", ()))
         if len(shape) != 2 or shape[0] != batch or not 0 < shape[1] - prompt <= len(self._steps):
             raise ValueError(

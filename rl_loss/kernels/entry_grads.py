@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernels.gathered import Entries, Rows, width_block
+from rl_loss.kernel_inputs import Entries, Rows
+from rl_loss.kernels.gathered import width_block
 from rl_loss.kernels.logits import ACC_TYPES, Logit, derivative, inv_temperature
 
 

@@ -4,13 +4,12 @@ Every kernel addresses rows and entries with int64, and reads nothing of an inac
 flag. A row that breaks a rule which only the device can see is NaN.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernel_inputs import Entries, Rows
 from rl_loss.kernels.logits import ACC_TYPES, Logit, inv_temperature, logit
 from rl_loss.support import TILE
 
@@ -237,44 +236,6 @@ def _rows_kernel(
             rest = a + s * (m - norm_v)
             h -= tl.where(stats & (s > 0), tl.exp(m - norm_v) * rest, 0.0)
         tl.store(entropy + row, tl.where(bad, nan, tl.where(replay | over, h, 0.0)))
-
-
-class Entries(NamedTuple):
-    """The rows' labels and supports, as every kernel reads them."""
-
-    labels: Tensor  # [N]
-    ids: Tensor  # [nnz] int32
-    known: Tensor  # [nnz] bool
-    offsets: Tensor  # [N + 1] int64
-    kind: Tensor  # [N] int8
-
-
-class Rows(NamedTuple):
-    """What the forward gives: the four outputs, and what the backward reads beside them."""
-
-    logprobs: Tensor  # [N]
-    support_logprobs: Tensor  # [nnz]
-    tail_logprobs: Tensor  # [N]
-    entropy: Tensor  # [N], empty where not asked for
-    valid: Tensor  # [nnz] bool
-    lse: Tensor  # [N]
-    lse_v: Tensor  # [N], empty where no row is over the vocabulary
-    state: Tensor  # [N] uint8: see `_rows_kernel`
-
-    @classmethod
-    def new(cls, like: Tensor, dtype: torch.dtype, n: int, nnz: int, entropy: bool, over_v: bool):
-        """Outputs of N rows, not written yet."""
-        new = like.new_empty
-        return cls(
-            logprobs=new(n, dtype=dtype),
-            support_logprobs=new(nnz, dtype=dtype),
-            tail_logprobs=new(n, dtype=dtype),
-            entropy=new(n if entropy else 0, dtype=dtype),
-            valid=new(nnz, dtype=torch.bool),
-            lse=new(n, dtype=dtype),
-            lse_v=new(n if over_v else 0, dtype=dtype),
-            state=new(n, dtype=torch.uint8),
-        )
 
 
 def width_block(n: int, nnz: int) -> dict[str, int]:
