@@ -15,13 +15,13 @@ from torch import Tensor
 import rl_loss.capture
 from benchmarks.measure import (
     Row,
-    environment,
     extra_mib,
     gpu_milliseconds,
     middle,
     milliseconds,
     write,
 )
+from benchmarks.tables import draw, show
 from rl_loss import CapturedRows, RowKind, capture_support
 
 
@@ -83,23 +83,6 @@ def run(rows: int, vocab: int, kept: int, repeats: int) -> dict[str, dict]:
     return {"capture": {"shape": shape, "dtype": "float32", "rows": made}}
 
 
-def show(tables: dict[str, dict]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    facts = ", ".join(f"{name} {value}" for name, value in environment().items())
-    for table in tables.values():
-        printed = Table(title=f"{table['shape']}\n{facts}", title_justify="left")
-        for column in ("way", "gpu ms", "launches", "wall ms", "min", "max", "extra MiB", "x ours"):
-            printed.add_column(column, justify="left" if column == "way" else "right")
-        for row in table["rows"]:
-            gpu = "" if row.gpu_ms is None else f"{row.gpu_ms:.3f}"
-            wall = (f"{t:.3f}" for t in (row.both_ms, row.both_min_ms, row.both_max_ms))
-            launches, ratio = str(row.launches or ""), f"{row.ratio:.2f}"
-            printed.add_row(row.name, gpu, launches, *wall, f"{row.extra_mib or 0:.0f}", ratio)
-        Console(width=130).print(printed)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=512)
@@ -109,10 +92,8 @@ def main() -> None:
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.json and NAME.png")
     options = parser.parse_args()
     tables = run(options.rows, options.vocab, options.kept, options.repeats)
-    show(tables)
+    show("capture", tables["capture"], more_digits=1)
     if options.save:
-        from benchmarks.lm_head import draw
-
         write(options.save, tables)
         draw(options.save, "Recording supports")
 

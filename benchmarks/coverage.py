@@ -163,6 +163,16 @@ def draw(name: str, title: str, rows: list[Row]) -> None:
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
 
 
+def capacity_margins(work: Workload, steps: int = 20_000) -> dict[int, float]:
+    """By rows a step: the entries that all but one step in a thousand need, over the mean."""
+    g = torch.Generator().manual_seed(0)
+    widths, margins = work.support.host.offsets.diff().double(), {}
+    for rows in (16, 64, 256, 512):
+        drawn = torch.randint(len(widths), (steps, rows), generator=g)
+        margins[rows] = float(widths[drawn].sum(1).quantile(0.999) / (rows * widths.mean()))
+    return margins
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.json and NAME.png")
@@ -179,8 +189,11 @@ def main() -> None:
         print(f"{case}:", ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
     title = f"{work.name}: {work.shape}, float32"
     show(title, rows)
+    margins = capacity_margins(work)
+    print("capacity margins:", ", ".join(f"{n} rows {x:.2f}" for n, x in margins.items()))
     if options.save:
         table = {"shape": work.shape, "dtype": "float32", "mismatch": mismatch}
+        table["capacity_margins"] = margins
         write_json(options.save, {"work": work.name, **table, "rows": [vars(row) for row in rows]})
         draw(options.save, title, rows)
         print(f"written: results/{options.save}.json and .png")

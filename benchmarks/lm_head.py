@@ -6,14 +6,12 @@ a policy loss with score centering sends back. Errors are against float64 of the
 """
 
 import argparse
-import json
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from benchmarks.measure import (
-    RESULTS,
     Row,
     environment,
     extra_mib,
@@ -24,6 +22,7 @@ from benchmarks.measure import (
     write,
 )
 from benchmarks.peers import PEERS, Peer
+from benchmarks.tables import draw, show
 from benchmarks.workloads import (
     Workload,
     chat_like,
@@ -182,87 +181,6 @@ def run(key: str, work: Workload, dtype: str, peers: list[str], repeats: int) ->
     return {"shape": work.shape, "dtype": dtype, "rows": rows}
 
 
-def show(key: str, table: dict) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    facts = ", ".join(f"{name} {value}" for name, value in environment().items())
-    printed = Table(
-        title=f"{key}: {table['shape']}, {table['dtype']}\n{facts}", title_justify="left"
-    )
-    printed.add_column("way")
-    for column in ("gpu ms", "launches", "wall ms", "min", "max", "forward", "extra MiB"):
-        printed.add_column(column, justify="right")
-    for column in ("logprob err", "grad err", "x ours"):
-        printed.add_column(column, justify="right")
-
-    def text(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    for row in table["rows"]:
-        if row.note:
-            printed.add_row(row.name, row.note)
-            continue
-        printed.add_row(
-            row.name,
-            text(row.gpu_ms, ".2f"),
-            text(row.launches, "d"),
-            f"{row.both_ms:.2f}",
-            f"{row.both_min_ms:.2f}",
-            f"{row.both_max_ms:.2f}",
-            f"{row.forward_ms:.2f}",
-            text(row.extra_mib, ".0f"),
-            text(row.logprob_error, ".1e"),
-            text(row.gradient_error, ".1e"),
-            f"{row.ratio:.1f}",
-        )
-    Console(width=150).print(printed)
-
-
-def draw(name: str, what: str = "LM head, forward and backward") -> None:
-    """Draws `results/<name>.json` beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import NullFormatter
-
-    result = json.loads((RESULTS / f"{name}.json").read_text())
-    tables = result["tables"]
-    width = min(len(tables), 4)
-    height = -(-len(tables) // width)
-    figure, axes = plt.subplots(
-        height, width, figsize=(max(8, 5.4 * width), 3.0 * height), squeeze=False
-    )
-    for axis in axes.flat[len(tables) :]:
-        axis.set_axis_off()
-    for axis, (work, table) in zip(axes.flat, tables.items(), strict=False):
-        rows = [row for row in table["rows"][::-1] if not row["note"]]
-        times = [row["gpu_ms"] or row["both_ms"] for row in rows]
-        names = [row["name"] for row in rows]
-        colors = ["#c8553d" if name.startswith("rl_loss") else "#4878a8" for name in names]
-        bars = axis.barh(names, times, color=colors)
-        axis.bar_label(
-            bars,
-            [f"{t:.3g} ms" if t < 1e3 else f"{t:.0f} ms" for t in times],
-            padding=3,
-            fontsize=8,
-        )
-        axis.set_xscale("log")
-        axis.set_xlim(min(times) / 3, max(times) * 5)
-        axis.set_title(f"{work}: V {table['shape'].partition(', V ')[2]}", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.xaxis.set_minor_formatter(NullFormatter())
-    how = f"{table['dtype']}, {'kernel' if rows[0]['gpu_ms'] else 'wall'} time, log scale"
-    figure.suptitle(
-        f"{what}, {how}\n{result['device']}, torch {result['torch']}, "
-        f"{result['date']}, commit {result['commit']}",
-        fontsize=9,
-    )
-    figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
-
-
 def main() -> None:
     known = workloads()
     default = [next(iter(known))]
@@ -290,7 +208,7 @@ def main() -> None:
         if options.save:
             write(options.save, tables)
     if options.save:
-        draw(options.save)
+        draw(options.save, "LM head, forward and backward")
         print(f"written: results/{options.save}.json and .png")
 
 

@@ -48,8 +48,12 @@ def main() -> None:
     recorded = recorder.finish(sequences)
 
     # The trainer: row t is the hidden state that predicts token t + 1, and the evidence about it.
-    logprobs, (mask, support) = recorded.inference_logprobs, (recorded.loss_mask, recorded.support)
-    rows = aligned_rows(sequences, mask, support=support, inference_logprobs=logprobs)
+    rows = aligned_rows(
+        sequences,
+        recorded.loss_mask,
+        support=recorded.support,
+        inference_logprobs=recorded.inference_logprobs,
+    )
     hidden = model.base_model(sequences, use_cache=False).last_hidden_state
     weight, options = model.get_output_embeddings().weight, logit_options(model)
     options |= {"active": rows.active, "temperature": args.temperature}

@@ -26,7 +26,9 @@ def block_shape(n: int, vocab_size: int, size: int, workspace: int) -> tuple[int
     cells = max(1, workspace // size)
     rows = min(n, max(1, cells // min(_LEAST_IDS, vocab_size)))
     ids = min(vocab_size, max(1, cells // max(1, rows)))
-    return rows, ids if ids in (vocab_size, ids % 256) else ids // 256 * 256
+    if 256 <= ids < vocab_size:
+        ids = ids // 256 * 256  # whole tiles of a matrix product
+    return rows, ids
 
 
 def new_block(rows: int, ids: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,7 +55,7 @@ def vocabulary_stats(
     moment: bool,
 ) -> Tensor:
     """`[4, N]`: log-sum-exp as maximum and sum, the entropy's sum, and the label's logit."""
-    dtype, some = accumulation_dtype(hidden, weight), _rows_of(hidden, chosen)
+    dtype, some = accumulation_dtype(hidden, weight), rows_of(hidden, chosen)
     stats = hidden.new_empty(4, len(hidden), dtype=dtype)
     shape = block_shape(len(chosen), len(weight), dtype.itemsize, workspace)
     buffer = new_block(*shape, hidden, dtype)
@@ -84,7 +86,7 @@ def vocabulary_grads(
     finish: Callable[[slice, Tensor], None] | None,  # is given ids and their `[B, H]`
 ) -> None:
     """The gradients that go through logits over the vocabulary."""
-    acc, some = accumulation_dtype(hidden, weight), _rows_of(hidden, chosen)
+    acc, some = accumulation_dtype(hidden, weight), rows_of(hidden, chosen)
     shape = block_shape(len(chosen), len(weight), acc.itemsize, workspace)
     buffer = new_block(*shape, hidden, acc)
     dtype = grad_dtype(hidden, weight)
@@ -156,7 +158,8 @@ def wide_hidden_grads(
     return torch.cat(parts)
 
 
-def _rows_of(hidden: Tensor, chosen: Tensor) -> Tensor:
+def rows_of(hidden: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen rows, ascending and each once: the tensor itself where that is all of them."""
     return hidden if len(chosen) == len(hidden) else hidden[chosen]
 
 

@@ -45,9 +45,8 @@ class HeadPlan(NamedTuple):
 TILE = 32  # entries of a tile
 
 # Where a row's product with all of V takes as long as gathering its entries, in entries a V, and
-# how many entries beyond that must come together for the weight to be read. Measured on an H200
-# (`python -m benchmarks.threshold`): both sides grow with H, and what a GPU gathers in the time of
-# a multiplication changes little from one to the next, so V alone decides.
+# how many entries beyond that must come together for the weight to be read. Both sides grow with
+# H, so V alone decides. Measured on an H200 (`python -m benchmarks.threshold`), on no other GPU.
 ENTRIES_A_PRODUCT = 1 / 100
 ENTRIES_A_READ = 0.1
 

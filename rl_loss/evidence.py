@@ -7,11 +7,9 @@ import torch
 from einops import repeat
 from torch import Tensor
 
+from rl_loss.csr import DRAWS, HEAD, NONE, REPLAY, first_row, rows_of_entries
 from rl_loss.host import host_sees
-from rl_loss.support import TOLERANCE, RowKind, first_row, rows_of_entries
-
-# As plain ints: torch.compile compares no tensor with an enum.
-_NONE, _REPLAY, _HEAD, _DRAWS = (int(kind) for kind in list(RowKind)[1:])
+from rl_loss.support import TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Evidence:
     valid: Tensor  # [E] bool
     log_p: Tensor  # [E]
     log_q: Tensor  # [E]
-    layout: "Layout"
+    layout: Layout
     kind: Tensor  # [N] int8
     size: Tensor  # [N] the number of valid entries
     usable: Tensor  # [N] bool: a loss row of which some entry is valid
@@ -71,11 +69,11 @@ class Evidence:
     @property
     def modelled(self) -> Tensor:
         """Rows whose q is known up to the tail model, `[N]`."""
-        return self.usable & (self.kind != _DRAWS)
+        return self.usable & (self.kind != DRAWS)
 
     @property
     def drawn(self) -> Tensor:
-        return self.usable & (self.kind == _DRAWS)
+        return self.usable & (self.kind == DRAWS)
 
     def sum(self, values: Tensor) -> Tensor:
         """`[E]` to `[N]`."""
@@ -150,19 +148,19 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     if valid.dtype != torch.bool:
         raise ValueError(f"support_valid must be bool, got {valid.dtype}")
     kind, mass = _kind_and_mass(inputs, n, dtype, device)
-    kind = torch.where(tokens.mask, kind, _NONE)
+    kind = torch.where(tokens.mask, kind, NONE)
     if layout.size == 0:
         return _no_evidence(layout, kind, log_p.detach().reshape(-1).to(dtype))
     valid = valid.reshape(-1)
-    valid = valid & layout.at(tokens.mask & (kind > _NONE))
+    valid = valid & layout.at(tokens.mask & (kind > NONE))
     log_p = torch.where(valid, log_p.detach().reshape(-1).to(dtype), 0.0)
     log_q = torch.where(valid, log_q.detach().reshape(-1).to(dtype), 0.0)
     size = layout.sum(valid.to(dtype))
     usable = size > 0
-    modelled = usable & (kind != _DRAWS)
+    modelled = usable & (kind != DRAWS)
     q_tail = torch.zeros(n, dtype=dtype, device=device) if mass is None else mass
     q_tail = torch.where(modelled, q_tail, 0.0)
-    wanted = modelled & ((q_tail > 0) | (kind == _HEAD))
+    wanted = modelled & ((q_tail > 0) | (kind == HEAD))
     log_p_tail = _trainer_tail(inputs, log_p, valid, layout, wanted)
     some = modelled & (log_p_tail > -torch.inf)
     p_tail = torch.where(some, log_p_tail, -torch.inf).exp()
@@ -170,8 +168,8 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     total = q_tail + layout.sum(torch.where(valid, log_q.exp(), 0.0))
     wrong = valid & ~(log_q.isfinite() & (log_q <= TOLERANCE) & log_p.isfinite())
     if layout.rows is not None:  # in padded rows an entry without q cannot be told from padding
-        wrong |= ~valid & layout.at(kind == _DRAWS)
-    bad = (kind < _NONE) | (kind > _DRAWS) | (layout.sum(wrong.to(dtype)) > 0)
+        wrong |= ~valid & layout.at(kind == DRAWS)
+    bad = (kind < NONE) | (kind > DRAWS) | (layout.sum(wrong.to(dtype)) > 0)
     bad |= modelled & (log_p_tail.isnan() | ~(q_tail >= -TOLERANCE))
     bad |= modelled & ~((total - 1).abs() <= TOLERANCE)
     return Evidence(
@@ -208,7 +206,7 @@ def _no_evidence(layout: Layout, kind: Tensor, none: Tensor) -> Evidence:
         has_tail=never,
         q_tail=zero,
         p_tail=zero,
-        bad=(kind < _NONE) | (kind > _DRAWS),
+        bad=(kind < NONE) | (kind > DRAWS),
         tail_given=True,
     )
 
@@ -261,10 +259,10 @@ def _kind_and_mass(
     mass = None if mass is None else mass.detach().reshape(-1).to(dtype)
     if kind is not None:
         return kind.reshape(-1), mass
-    replay = torch.full((n,), _REPLAY, dtype=torch.int8, device=device)
+    replay = torch.full((n,), REPLAY, dtype=torch.int8, device=device)
     if mass is None:
         return replay, None
-    return torch.where(mass > 0, _HEAD, replay).to(torch.int8), mass
+    return torch.where(mass > 0, HEAD, replay).to(torch.int8), mass
 
 
 def _trainer_tail(

@@ -85,16 +85,21 @@ def rows_over_v(support: Support, plan: HeadPlan, active: Tensor | None, full: b
 
     A mask on the device costs a sync where there are any; one on the host does not.
     """
-    kind = support.host.kind
     if not full and (active is None or len(plan.over_v) == 0):
         return plan.over_v
-    wanted = kind >= NONE if full else (kind >= NONE) & (kind != REPLAY)
-    if active is not None and active.device.type == "cpu":
-        wanted = wanted & active.reshape(-1)
-    rows = wanted.nonzero()[:, 0].to(support.device, non_blocking=True)
+    rows = host_rows_over_v(support, active, full).to(support.device, non_blocking=True)
     if active is not None and active.device.type != "cpu" and len(rows):
         rows = rows[active.reshape(-1)[rows]]
     return rows
+
+
+def host_rows_over_v(support: Support, active: Tensor | None, full: bool = False) -> Tensor:
+    """These rows as far as the host knows them, `[D]` int64 on the host."""
+    kind = support.host.kind
+    wanted = kind >= NONE if full else (kind >= NONE) & (kind != REPLAY)
+    if active is not None and active.device.type == "cpu":
+        wanted = wanted & active.reshape(-1)
+    return wanted.nonzero()[:, 0]
 
 
 def active_wide(support: Support, plan: HeadPlan, active: Tensor | None) -> Tensor:

@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_loss.gradient_sums import GradientSums
-from rl_loss.head_rows import check_options, check_tensors, local_tensor, use_kernels
+from rl_loss.head_rows import (
+    check_options,
+    check_tensors,
+    host_rows_over_v,
+    local_tensor,
+    use_kernels,
+)
 from rl_loss.host import launching_on
 from rl_loss.kernel_head import replayed_rows
 from rl_loss.kernel_inputs import HeadScalars, HeadTensors, head_entries, head_logits
@@ -166,11 +172,7 @@ class _Step:
         self.values = {
             name: None if value is None else value.reshape(-1) for name, value in per_token.items()
         }
-        kind = support.host.kind
-        over_v = (kind >= RowKind.NONE) & (kind != RowKind.REPLAY)
-        if active is not None and over_v.any():
-            over_v = over_v & active.reshape(-1)
-        self.over_v = over_v.nonzero()[:, 0]  # [D] on the host
+        self.over_v = host_rows_over_v(support, active)  # [D]
         self.metrics: list[tuple[dict, dict]] = []
 
     def run(self, t: HeadTensors, wanted: list[bool]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -204,7 +206,7 @@ class _Step:
     def _chunks(self, t: HeadTensors, out: Any, grads: Any, work: GradientSums) -> Tensor | None:
         """Every row over the vocabulary; the weight's gradient `[V, H]`, in the accumulation
         dtype, if it is needed."""
-        from rl_loss.blocks import add_product, grad_dtype, new_block, products
+        from rl_loss.blocks import add_product, grad_dtype, new_block, products, rows_of
         from rl_loss.kernels.dense import add_stats, pick, to_grads
         from rl_loss.kernels.entry_grads import entry_grads
         from rl_loss.kernels.gathered import normalise
@@ -219,7 +221,7 @@ class _Step:
         block = new_block(max(run.stop - run.start for run, _ in runs), v, t.hidden, acc)
         for run, span in runs:
             chosen = t.over_v[run]
-            h = t.hidden if len(chosen) == len(t.hidden) else t.hidden[chosen]
+            h = rows_of(t.hidden, chosen)
             raw = products(h, t.weight, block)
             pick(raw, chosen, entries, logits, 0, out.support_logprobs, stats[3], s.max_width)
             add_stats(raw, chosen, logits, stats, 0, False)

@@ -5,13 +5,11 @@ on a GPU.
 """
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
 import torch
+from interpreter import DEVICE, INTERPRETED, run_interpreted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rl_loss.capture as capture_module
@@ -20,8 +18,6 @@ from rl_loss.packing import unpack_entries
 from rl_loss.support import RowKind
 
 INF = math.inf
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +28,7 @@ def _on_the_kernels(monkeypatch):
 
 
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    if INTERPRETED or DEVICE == "cuda":
-        pytest.skip("the tests of this file run directly")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def capture_support(processed_logits, sampled, **options):

@@ -1,23 +1,15 @@
-"""The Triton kernels against the reference: in the interpreter on the CPU, compiled on a GPU.
+"""The Triton kernels against the reference: in the interpreter on the CPU, compiled on a GPU."""
 
-The interpreter is chosen when triton is imported, so on the CPU these tests run in a process of
-their own (`test_in_the_interpreter`); on a GPU, with `pytest -m gpu`, directly.
-"""
-
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from factory import outputs, random_batch, relative_error, weighted_sum
+from interpreter import DEVICE, INTERPRETED, run_interpreted
 
 from rl_loss import LossInputs, RowKind, Support, fused_lm_head, icepop_loss
 from rl_loss.support import HostFacts
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 kernels = pytest.mark.skipif(
     not INTERPRETED and DEVICE == "cpu",
     reason="no GPU; the interpreter runs these tests in test_in_the_interpreter",
@@ -26,14 +18,7 @@ MIXED = (RowKind.REPLAY, RowKind.NONE, RowKind.HEAD, RowKind.DRAWS)
 
 
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    if INTERPRETED or DEVICE == "cuda":
-        pytest.skip("the tests of this file run directly")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def on_device(batch):

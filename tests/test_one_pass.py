@@ -1,17 +1,12 @@
-"""Head and loss in one pass against the two steps, on the CPU and on the kernels.
+"""Head and loss in one pass against the two steps, on the CPU and on the kernels."""
 
-As in `test_kernels`, the interpreter needs a process of its own.
-"""
-
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from factory import ALL_KINDS, random_batch, relative_error
+from interpreter import DEVICE, INTERPRETED, run_interpreted
 
 from rl_loss import (
     LossInputs,
@@ -23,8 +18,6 @@ from rl_loss import (
     reinforce_loss,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 IMPL = "triton" if INTERPRETED or DEVICE == "cuda" else "auto"
 LOSSES = [
     icepop_loss,
@@ -35,14 +28,7 @@ LOSSES = [
 
 
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    if INTERPRETED or DEVICE == "cuda":
-        pytest.skip("the tests of this file run directly")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def make(kinds, n=14, v=31, dtype=torch.float64, **more):

@@ -1,0 +1,93 @@
+"""How results are printed and drawn."""
+
+import json
+
+from benchmarks.measure import RESULTS, environment
+
+_COLUMNS = {  # of measure.Row: heading and digits
+    "gpu_ms": ("gpu ms", 2),
+    "launches": ("launches", 0),
+    "both_ms": ("wall ms", 2),
+    "both_min_ms": ("min", 2),
+    "both_max_ms": ("max", 2),
+    "forward_ms": ("forward", 2),
+    "extra_mib": ("extra MiB", 0),
+    "logprob_error": ("logprob err", None),
+    "gradient_error": ("grad err", None),
+    "ratio": ("x ours", 1),
+}
+
+
+def show(key: str, table: dict, more_digits: int = 0) -> None:
+    """Prints the rows of a table, without the columns that hold nothing."""
+    from rich.console import Console
+    from rich.table import Table
+
+    facts = ", ".join(f"{name} {value}" for name, value in environment().items())
+    printed = Table(
+        title=f"{key}: {table['shape']}, {table['dtype']}\n{facts}", title_justify="left"
+    )
+    columns = {
+        field: digits
+        for field, (_, digits) in _COLUMNS.items()
+        if any(getattr(row, field) for row in table["rows"])
+    }
+    printed.add_column("way")
+    for field in columns:
+        printed.add_column(_COLUMNS[field][0], justify="right")
+
+    def text(value: float | None, digits: int | None) -> str:
+        if value is None:
+            return ""
+        if digits is None:
+            return f"{value:.1e}"
+        return f"{value:.{digits + more_digits if digits else 0}f}"
+
+    for row in table["rows"]:
+        values = (text(getattr(row, field), digits) for field, digits in columns.items())
+        printed.add_row(row.name, *((row.note,) if row.note else values))
+    Console(width=150).print(printed)
+
+
+def draw(name: str, what: str) -> None:
+    """Draws `results/<name>.json` beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
+
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    tables = result["tables"]
+    width = min(len(tables), 4)
+    height = -(-len(tables) // width)
+    figure, axes = plt.subplots(
+        height, width, figsize=(max(8, 5.4 * width), 3.0 * height), squeeze=False
+    )
+    for axis in axes.flat[len(tables) :]:
+        axis.set_axis_off()
+    for axis, (work, table) in zip(axes.flat, tables.items(), strict=False):
+        rows = [row for row in table["rows"][::-1] if not row["note"]]
+        times = [row["gpu_ms"] or row["both_ms"] for row in rows]
+        names = [row["name"] for row in rows]
+        colors = ["#c8553d" if name.startswith("rl_loss") else "#4878a8" for name in names]
+        bars = axis.barh(names, times, color=colors)
+        axis.bar_label(
+            bars,
+            [f"{t:.3g} ms" if t < 1e3 else f"{t:.0f} ms" for t in times],
+            padding=3,
+            fontsize=8,
+        )
+        axis.set_xscale("log")
+        axis.set_xlim(min(times) / 3, max(times) * 5)
+        axis.set_title(f"{work}: V {table['shape'].partition(', V ')[2]}", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    how = f"{table['dtype']}, {'kernel' if rows[0]['gpu_ms'] else 'wall'} time, log scale"
+    figure.suptitle(
+        f"{what}, {how}\n{result['device']}, torch {result['torch']}, "
+        f"{result['date']}, commit {result['commit']}",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
