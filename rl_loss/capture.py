@@ -1,11 +1,10 @@
 """The sampler's side: record what a sampler's distribution was, row by row, without a host sync.
 
 Two readings of the logits: the first decides what each row needs, the second writes the kept
-sets. Kept sets alone are as wide as the vocabulary; top ids and draws are formed in the first
-already. The buffer is addressed by a running total of the counts, so no shape ever depends on a
-value. On a GPU each reading is a Triton kernel (`rl_loss.kernels.capture`); elsewhere, and for
-float64 logits, plain PyTorch in chunks of rows, where what is not recorded goes to one slot
-behind the buffer's end.
+sets. Kept sets alone are as wide as the vocabulary; top ids and draws are formed in between. The
+buffer is addressed by a running total of the counts, so no shape ever depends on a value. On a GPU
+Triton kernels do it (`rl_loss.kernels.capture`); elsewhere, and for float64 logits, plain PyTorch
+in chunks of rows.
 """
 
 from dataclasses import dataclass
@@ -131,35 +130,33 @@ def capture_support(
         capacity = min(
             _MAX_DEFAULT_CAPACITY, num_rows * _widest_row(possible, vocab_size, top, draws)
         )
-    options = RowKind.HEAD in possible, draws if RowKind.DRAWS in possible else 0, top
-    if _has_kernels(processed_logits):
-        from rl_loss.kernels.capture import RowsLookedAt
+    replay, head = RowKind.REPLAY in possible, RowKind.HEAD in possible
+    options = replay, head, draws if RowKind.DRAWS in possible else 0, top, generator
+    if num_rows and _has_kernels(processed_logits):
+        from rl_loss.kernels.capture import capture_rows
 
         if processed_logits.stride(1) != 1:
             processed_logits = processed_logits.contiguous()
         with launching_on(processed_logits):
-            rows = RowsLookedAt(processed_logits, sampled, asked, *options, generator)
-            return _record(rows, asked, capacity)
-    plain = _RowsLookedAt(processed_logits, sampled, asked, *options, generator, possible)
-    return _record(plain, asked, capacity)
+            fields = capture_rows(processed_logits, sampled, asked, capacity, *options, _UNUSED)
+        return CapturedRows(*fields)
+    return _record(_RowsLookedAt(processed_logits, sampled, asked, *options), capacity)
 
 
 def _has_kernels(logits: Tensor) -> bool:
     return logits.is_cuda and logits.dtype != torch.float64
 
 
-def _record(look: Any, asked: Tensor, capacity: int) -> CapturedRows:
-    """The buffer and its index, of rows that were looked at by either implementation."""
-    looked_at = (asked >= RowKind.REPLAY) & (asked <= RowKind.DRAWS)
-    usable = looked_at & look.healthy
+def _record(look: "_RowsLookedAt", capacity: int) -> CapturedRows:
+    """The buffer and its index, in plain PyTorch."""
+    asked = look.asked
+    usable = (asked >= RowKind.REPLAY) & (asked <= RowKind.DRAWS) & look.healthy
     needed = torch.where(usable, look.needed, 0)
     recorded = usable & _fits(needed, capacity)
     counts = torch.where(recorded, needed, 0)
-    packed = torch.full((capacity,), _UNUSED, dtype=torch.int64, device=asked.device)
-    look.write(recorded, counts.cumsum(0) - counts, counts, packed)
     answered = recorded | (asked == RowKind.NONE)
     return CapturedRows(
-        packed=packed,
+        packed=look.entries(recorded, counts.cumsum(0) - counts, capacity),
         counts=torch.where(answered, counts, -1),
         kind=torch.where(answered, asked, int(RowKind.FAILED)),
         tail_mass=torch.where(recorded, look.tail_mass, 1.0),
@@ -169,21 +166,20 @@ def _record(look: Any, asked: Tensor, capacity: int) -> CapturedRows:
 
 
 class _RowsLookedAt:
-    """The first reading in plain PyTorch; the interface of `kernels.capture.RowsLookedAt`."""
+    """The first reading in plain PyTorch: what each row needs; then its entries can be written."""
 
     def __init__(
         self,
         logits: Tensor,  # [R, V]
         sampled: Tensor,  # [R]
         asked: Tensor,  # [R] int8
+        replay: bool,
         head: bool,
         draws: int,
         top: int,
         generator: torch.Generator | None,
-        possible: set[RowKind],
     ) -> None:
-        self.logits, self.sampled, self.asked = logits, sampled, asked
-        self.replay = RowKind.REPLAY in possible
+        self.logits, self.sampled, self.asked, self.replay = logits, sampled, asked, replay
         rows, device = len(sampled), logits.device
         step = max(1, _CHUNK_ELEMENTS // logits.shape[1])
         self.chunks = [slice(start, start + step) for start in range(0, rows, step)]
@@ -211,9 +207,11 @@ class _RowsLookedAt:
                 self.needed[chunk] += (kept & (asked[chunk] == RowKind.REPLAY)[:, None]).sum(1)
             self.narrow.append(entries)
 
-    def write(self, recorded: Tensor, starts: Tensor, counts: Tensor, packed: Tensor) -> None:
-        """The entries of the `recorded` `[R]` rows to `packed`, each row's from its start on."""
-        buffer = torch.cat([packed, packed.new_full((1,), _UNUSED)])
+    def entries(self, recorded: Tensor, starts: Tensor, capacity: int) -> Tensor:
+        """The buffer `[capacity]` with the entries of the `recorded` `[R]` rows, each row's from
+        its start on."""
+        # What is not recorded goes to one more slot.
+        buffer = torch.full((capacity + 1,), _UNUSED, dtype=torch.int64, device=starts.device)
         for chunk, narrow in zip(self.chunks, self.narrow, strict=True):
             for kind, ids, logprobs, mask in narrow:
                 mine = recorded[chunk] & (self.asked[chunk] == kind)
@@ -221,9 +219,9 @@ class _RowsLookedAt:
             if self.replay:
                 logprobs, kept, _, _ = _sampler_logprobs(self.logits[chunk], self.sampled[chunk])
                 mine = recorded[chunk] & (self.asked[chunk] == RowKind.REPLAY)
-                ids = torch.arange(logprobs.shape[1], device=packed.device).expand_as(logprobs)
+                ids = torch.arange(logprobs.shape[1], device=starts.device).expand_as(logprobs)
                 _write(buffer, starts[chunk], kept & mine[:, None], ids, logprobs)
-        packed.copy_(buffer[:-1])
+        return buffer[:-1]
 
 
 def _sampler_logprobs(logits: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -132,7 +132,7 @@ def test_all_of_the_vocabulary_kept():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top", [0, 1, 5, 130])
 def test_head_rows_hold_the_sampled_and_the_top_ids_once(top, dtype):
-    logits, sampled = masked_logits(23, 131, keep=1.1, dtype=dtype)
+    logits, sampled = masked_logits(9, 131, keep=1.1, dtype=dtype)
     likeliest = torch.argmax(logits.float(), 1)
     sampled[::2] = likeliest[::2]
     rows = capture_support(logits, sampled, kind=RowKind.HEAD, top=top)
@@ -149,6 +149,35 @@ def test_head_rows_hold_the_sampled_and_the_top_ids_once(top, dtype):
             assert q[others].min() >= q[outside].max()
         torch.testing.assert_close(logprobs.double(), q[ids], atol=1e-6, rtol=1e-6)
         expected = q[outside].exp().sum()
+        torch.testing.assert_close(rows.tail_mass[i].double(), expected, atol=0, rtol=2e-5)
+
+
+@pytest.mark.parametrize("top", [1, 3, 40, 300])
+@pytest.mark.parametrize("level", [False, True], ids=["distinct", "ties"])
+def test_the_likeliest_ids_of_a_row_of_many_blocks(top, level):
+    vocab = 9 * 1024 + 77
+    logits, sampled = masked_logits(4, vocab, keep=1.1)
+    if level:
+        logits = logits.mul(0.5).round()
+    logits[1, 1024:8192] = -INF  # blocks without a kept id
+    logits[2, 100:] = -INF
+    logits[3, 5:4000] += 40  # all the likeliest in a few blocks
+    sampled = torch.tensor([vocab - 1, 8192, 99, 9000])  # far from the likeliest
+    rows = capture_support(logits, sampled, kind=RowKind.HEAD, top=top)
+    for i, (ids, logprobs) in enumerate(entries_of(rows)):
+        q = log_q(logits[i])
+        kept = logits[i].isfinite().nonzero()[:, 0].tolist()
+        assert ids[0] == sampled[i]
+        assert ids[1:] == sorted(set(ids[1:]) - {int(sampled[i])})
+        others = sorted((v for v in kept if v != sampled[i]), key=lambda v: (-logits[i, v], v))
+        likeliest = sorted(others[: len(ids) - 1])
+        if level:  # which of equal ids is taken is open
+            assert torch.equal(logits[i, ids[1:]].sort().values, logits[i, likeliest].sort().values)
+        else:
+            assert ids[1:] == likeliest
+        assert len(ids) in (min(top, len(kept)), min(top + 1, len(kept)))
+        torch.testing.assert_close(logprobs.double(), q[ids], atol=1e-6, rtol=1e-6)
+        expected = q[sorted(set(kept) - set(ids))].exp().sum()
         torch.testing.assert_close(rows.tail_mass[i].double(), expected, atol=0, rtol=2e-5)
 
 
@@ -199,7 +228,7 @@ def test_draws_follow_q_whatever_was_sampled():
         logits,
         torch.tensor([4, 3]),  # an unlikely and the likeliest token
         kind=RowKind.DRAWS,
-        draws=400 if INTERPRETED else 20000,
+        draws=200 if INTERPRETED else 20000,
         generator=torch.Generator().manual_seed(0),
     )
     (first, _), (second, _) = entries_of(rows)
@@ -214,12 +243,12 @@ def test_draws_follow_q_whatever_was_sampled():
 
 @pytest.mark.parametrize("draws", [1, 2, 9])
 def test_draws_keep_their_number_repeats_and_logprobs(draws):
-    logits, sampled = masked_logits(31, 47)
+    logits, sampled = masked_logits(11, 47)
     logits[0] = -INF
     logits[0, sampled[0]] = 1.0
     generator = torch.Generator().manual_seed(3)
     rows = capture_support(logits, sampled, kind=RowKind.DRAWS, draws=draws, generator=generator)
-    assert rows.counts.tolist() == [draws] * 31
+    assert rows.counts.tolist() == [draws] * 11
     assert (rows.tail_mass == 0).all()
     for i, (ids, logprobs) in enumerate(entries_of(rows)):
         torch.testing.assert_close(logprobs.double(), log_q(logits[i])[ids], atol=1e-6, rtol=1e-6)
@@ -335,14 +364,14 @@ def test_unusable_rows_take_no_room():
 @pytest.mark.parametrize("chunk_elements", [200] if INTERPRETED else [1, 200, 2**22])
 def test_mixed_kinds_in_one_call_equal_each_kind_alone(chunk_elements, monkeypatch):
     monkeypatch.setattr(capture_module, "_CHUNK_ELEMENTS", chunk_elements)
-    logits, sampled = masked_logits(40, 53)
+    logits, sampled = masked_logits(20, 53)
     logits[7, 2] = math.nan
-    kind = torch.arange(40).remainder(5).sub(1).to(torch.int8)
-    kind[39] = 9  # no such kind
+    kind = torch.arange(20).remainder(5).sub(1).to(torch.int8)
+    kind[19] = 9  # no such kind
     rows = capture_support(logits, sampled, kind=kind, top=4, draws=3)
     alone = {k: entries_of(capture_support(logits, sampled, kind=k, top=4)) for k in RowKind}
     for i, entries in enumerate(entries_of(rows)):
-        if i in (7, 39) or kind[i] == RowKind.FAILED:
+        if i in (7, 19) or kind[i] == RowKind.FAILED:
             assert entries is None
             assert rows.kind[i] == RowKind.FAILED
             continue

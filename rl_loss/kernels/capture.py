@@ -1,13 +1,18 @@
 """Kernels of the sampler's side: what a row of processed logits keeps, and its entries, packed.
 
-One program a row, in every kernel. A row of another kind than the kernel's is left at once, so
-that it costs nothing; excluded ids are -inf.
+A row is read in blocks of ids: facts of each block first (largest logit, mass, kept ids), which
+one program a row joins into facts of the row. Everything after it looks only at the blocks that
+hold something: kept ids are written block by block, the likeliest ids and the draws are searched in
+the few blocks that can have them. Excluded ids are -inf; rows that asked for nothing are left at
+once.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+_BLOCK = 512  # ids: fewer make more facts to join, more make more ids to read again
 
 
 @triton.jit
@@ -18,61 +23,102 @@ def _packed(logprob, token):
 
 
 @triton.jit
-def _row_stats_kernel(
+def _block_facts_kernel(
     logits,  # [R, V]
-    sampled,  # [R]
     kind,  # [R] int8
-    top,  # [R] out: the largest logit
-    log_total,  # [R] out: log of the sum of exp(z - top)
-    sampled_logprobs,  # [R] out
-    kept,  # [R] int64 out: how many logits are finite
-    healthy,  # [R] uint8 out
+    largest,  # [R, blocks] out: -inf in a block without a finite logit
+    smallest,  # [R, blocks] out: among the finite logits, +inf where there is none
+    mass,  # [R, blocks] out: the sum of exp(z - largest)
+    kept,  # [R, blocks] int32 out: how many logits are finite, -1 at a NaN or +inf
     V,
+    blocks,
     stride,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(0)
+    row, block = (at // blocks).to(tl.int64), at % blocks
     asked = tl.load(kind + row)
     if (asked >= 1) & (asked <= 3):
-        minus_inf = float("-inf")
-        m = tl.full([], minus_inf, dtype=tl.float32)
-        s = tl.zeros([], dtype=tl.float32)
-        low = tl.full([], float("inf"), dtype=tl.float32)
-        n = tl.zeros([BLOCK], dtype=tl.int32)
-        bad = tl.zeros([BLOCK], dtype=tl.int32)
-        for at in range(0, V, BLOCK):
-            v = at + tl.arange(0, BLOCK)
-            z = tl.load(logits + row * stride + v, mask=v < V, other=minus_inf).to(tl.float32)
-            bad += ((z != z) | (z == float("inf"))).to(tl.int32)
-            finite = z > minus_inf
-            n += finite.to(tl.int32)
-            low = tl.minimum(low, tl.min(tl.where(finite, z, float("inf")), axis=0))
-            up = tl.maximum(m, tl.max(z, axis=0))
-            shift = tl.where(up == minus_inf, 0.0, up)
-            s = s * tl.exp(m - shift) + tl.sum(tl.exp(z - shift), axis=0)
-            m = up
-        total = tl.log(s)
+        v = block * BLOCK + tl.arange(0, BLOCK)
+        z = tl.load(logits + row * stride + v, mask=v < V, other=float("-inf")).to(tl.float32)
+        bad = (z != z) | (z == float("inf"))
+        z = tl.where(bad, float("-inf"), z)
+        finite = z > float("-inf")
+        top = tl.max(z, axis=0)
+        shift = tl.where(top > float("-inf"), top, 0.0)
+        found = tl.sum(tl.where(bad, BLOCK + 1, finite.to(tl.int32)), axis=0)
+        tl.store(largest + at, top)
+        tl.store(smallest + at, tl.min(tl.where(finite, z, float("inf")), axis=0))
+        tl.store(mass + at, tl.sum(tl.exp(z - shift), axis=0))
+        tl.store(kept + at, tl.where(found > BLOCK, -1, found))
+
+
+@triton.jit
+def _row_facts_kernel(
+    logits,  # [R, V]
+    sampled,  # [R]
+    kind,  # [R] int8
+    largest,  # [R, blocks]
+    smallest,  # [R, blocks]
+    mass,  # [R, blocks] in: of exp(z - largest), out: of q
+    kept,  # [R, blocks] int32 in: of the block, out: of all blocks before
+    top,  # [R] out: the largest logit
+    log_total,  # [R] out: log of the sum of exp(z - top)
+    sampled_logprobs,  # [R] out
+    needed,  # [R] int64 out: entries of the row (HEAD: its kept ids), -1 where it is unusable
+    V,
+    blocks,
+    draws,
+    stride,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    asked = tl.load(kind + row)
+    own_logprob = tl.full([], float("nan"), dtype=tl.float32)
+    entries = tl.where(asked == 0, 0, -1).to(tl.int64)
+    if (asked >= 1) & (asked <= 3):
+        lane = tl.arange(0, LANES)
+        here, inside = row * blocks + lane, lane < blocks
+        m_block = tl.load(largest + here, mask=inside, other=float("-inf"))
+        part = tl.load(mass + here, mask=inside, other=0.0)
+        number = tl.load(kept + here, mask=inside, other=0)
+        low = tl.min(tl.load(smallest + here, mask=inside, other=float("inf")), axis=0)
+        m = tl.max(m_block, axis=0)
+        part *= tl.exp(m_block - tl.where(m > float("-inf"), m, 0.0))
+        total = tl.log(tl.sum(part, axis=0))
         token = tl.load(sampled + row).to(tl.int64)
-        inside = (token >= 0) & (token < V)
-        own = tl.load(logits + row * stride + token, mask=inside, other=minus_inf).to(tl.float32)
+        in_vocab = (token >= 0) & (token < V)
+        own = tl.load(logits + row * stride + token, mask=in_vocab, other=float("-inf"))
+        own = own.to(tl.float32)
         # Finite logits may lie further apart than float32 reaches: q is 0 then on a kept id.
-        fine = (tl.sum(bad, axis=0) == 0) & (own > minus_inf) & ((low - m) - total > minus_inf)
-        tl.store(top + row, m)
-        tl.store(log_total + row, total)
-        tl.store(kept + row, tl.sum(n, axis=0).to(tl.int64))
-        tl.store(healthy + row, fine.to(tl.uint8))
-        tl.store(sampled_logprobs + row, tl.where(fine, (own - m) - total, float("nan")))
-    else:
-        tl.store(kept + row, tl.zeros([], dtype=tl.int64))
-        tl.store(healthy + row, tl.zeros([], dtype=tl.uint8))
-        tl.store(sampled_logprobs + row, tl.full([], float("nan"), dtype=tl.float32))
+        fine = (own > float("-inf")) & ((low - m) - total > float("-inf"))
+        if fine & (tl.min(number, axis=0) >= 0):
+            own_logprob = (own - m) - total
+            entries = tl.where(asked == 3, draws, tl.sum(number, axis=0)).to(tl.int64)
+            tl.store(top + row, m)
+            tl.store(log_total + row, total)
+            tl.store(mass + here, part * tl.exp(-total), mask=inside)
+            tl.store(kept + here, tl.cumsum(number, axis=0) - number, mask=inside)
+    tl.store(sampled_logprobs + row, own_logprob)
+    tl.store(needed + row, entries)
 
 
 @triton.jit
 def _ordered(z):
-    """A float32 as an integer of the same order, in [0, 2**32)."""
-    bits = z.to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.where(bits < 0, -bits - 1, bits + 2147483648)
+    """A float32 as an unsigned integer of the same order."""
+    bits = z.to(tl.uint32, bitcast=True)
+    return bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+
+
+@triton.jit
+def _load_candidates(z_row, listed, hits, is_listed, length, at, V, BLOCK: tl.constexpr):
+    """Ids and logits `[BLOCK]`: of the list, or of one of the blocks in `hits`."""
+    lane = tl.arange(0, BLOCK)
+    if is_listed:
+        v = tl.load(listed + at + lane, mask=at + lane < length, other=V)
+    else:
+        v = tl.load(hits + at // BLOCK) * BLOCK + lane
+    return v, tl.load(z_row + v, mask=v < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -80,55 +126,100 @@ def _top_kernel(
     logits,  # [R, V]
     sampled,  # [R]
     kind,  # [R] int8
-    healthy,  # [R] uint8
+    largest,  # [R, blocks]
+    mass,  # [R, blocks]
     top,  # [R]
     log_total,  # [R]
-    kept,  # [R] int64 in: finite logits, out: entries of the row
+    needed,  # [R] int64 in: kept ids, out: entries of the row
     narrow,  # [R, W] int64 out
     tail,  # [R] float32 out
+    hits,  # [R, blocks] int32, room for the numbers of blocks
+    listed,  # [R, LIST] int32, room for ids
     V,
     W,
     K,
+    blocks,
     stride,
+    LANES: tl.constexpr,
+    LIST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """HEAD rows: the sampled token and the K likeliest ids, equal ones by id.
 
-    The K-th largest logit is found by its bits, eight at a time: four readings of the row, and a
-    fifth to write what is above it. (So a radix select, as sorts on GPUs do it.)
+    The K-th largest of the blocks' largest logits is no larger than the K-th largest logit: only
+    blocks that reach it are read, and the few logits that reach it are listed. Among these (among
+    all of the blocks, where the list is too short: with many ties, or K above the number of
+    blocks) the K-th largest is found by its bits, five at a time: a radix select, as sorts on GPUs
+    do it, where each lane of a warp counts one of 32 digits.
     """
     row = tl.program_id(0).to(tl.int64)
-    if (tl.load(kind + row) == 2) & (tl.load(healthy + row) != 0):
-        minus_inf = float("-inf")
+    found = tl.load(needed + row)
+    if (tl.load(kind + row) == 2) & (found > 0):
         z_row = logits + row * stride
-        left = tl.minimum(tl.load(kept + row), K).to(tl.int32)
-        edge = tl.zeros([], dtype=tl.int64)
-        digits = tl.arange(0, 256)
-        for shift in tl.static_range(24, -8, -8):
-            found = tl.zeros([256], dtype=tl.int32)
-            for at in range(0, V, BLOCK):
-                v = at + tl.arange(0, BLOCK)
-                z = tl.load(z_row + v, mask=v < V, other=minus_inf).to(tl.float32)
-                key = _ordered(z)
-                same = (z > minus_inf) & ((key >> (shift + 8)) == (edge >> (shift + 8)))
-                found += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=same)
-            above = tl.sum(found, axis=0) - tl.cumsum(found, axis=0)
-            digit = tl.max(tl.where(above + found >= left, digits, -1), axis=0)
-            left -= tl.sum(tl.where(digits == digit, above, 0), axis=0)
-            edge += digit.to(tl.int64) << shift
+        hits_row, listed_row = hits + row * blocks, listed + row * LIST
         m, total = tl.load(top + row), tl.load(log_total + row)
         token = tl.load(sampled + row).to(tl.int64)
+        lane = tl.arange(0, LANES)
+        here, inside = row * blocks + lane, lane < blocks
+        m_block = tl.load(largest + here, mask=inside, other=float("-inf"))
+        falling = tl.sort(m_block, descending=True)
+        bound = tl.max(tl.where(lane == K - 1, falling, float("-inf")), axis=0)
+        own_block = lane == token // BLOCK
+        hit = (m_block > float("-inf")) & ((m_block >= bound) | own_block)
+        nth = tl.cumsum(hit.to(tl.int32), axis=0) - 1
+        number = tl.sum(hit.to(tl.int32), axis=0)
+        tl.store(hits_row + nth, lane, mask=hit)
+        q_block = tl.load(mass + here, mask=inside, other=0.0)
+        unread = tl.sum(tl.where(hit, 0.0, q_block), axis=0)
+        tl.debug_barrier()
+
+        reaching = tl.zeros([], dtype=tl.int32)
+        below = tl.zeros([BLOCK], dtype=tl.float32)
+        v_ahead = tl.load(hits_row) * BLOCK + tl.arange(0, BLOCK)
+        z_ahead = tl.load(z_row + v_ahead, mask=v_ahead < V, other=float("-inf"))
+        for i in range(0, number):
+            v, z = v_ahead, z_ahead.to(tl.float32)
+            # The next block is on its way while this one is counted.
+            block = tl.load(hits_row + i + 1, mask=i + 1 < number, other=blocks)
+            v_ahead = block * BLOCK + tl.arange(0, BLOCK)
+            z_ahead = tl.load(z_row + v_ahead, mask=v_ahead < V, other=float("-inf"))
+            reaches = (z > float("-inf")) & (z >= bound)
+            slot = reaching + tl.cumsum(reaches.to(tl.int32), axis=0) - 1
+            tl.store(listed_row + slot, v, mask=reaches & (slot < LIST))
+            reaching += tl.sum(reaches.to(tl.int32), axis=0)
+            below += tl.where(reaches | (v == token), 0.0, tl.exp((z - m) - total))
+        is_listed = reaching <= LIST
+        length = tl.where(is_listed, reaching, number * BLOCK)
+        unread += tl.where(is_listed, tl.sum(below, axis=0), 0.0)
+        tl.debug_barrier()
+
+        left = tl.minimum(found, K).to(tl.int32)
+        edge = tl.zeros([], dtype=tl.uint32)
+        digits = tl.arange(0, 32)
+        for shift in tl.static_range(30, -5, -5):
+            digit_count = tl.zeros([32], dtype=tl.int32)
+            for at in range(0, length, BLOCK):
+                v, z = _load_candidates(
+                    z_row, listed_row, hits_row, is_listed, length, at, V, BLOCK
+                )
+                key = _ordered(z)
+                same = (z > float("-inf")) & ((key >> shift >> 5) == (edge >> shift >> 5))
+                digit_count += tl.histogram(((key >> shift) & 31).to(tl.int32), 32, mask=same)
+            above = tl.sum(digit_count, axis=0) - tl.cumsum(digit_count, axis=0)
+            digit = tl.max(tl.where(above + digit_count >= left, digits, -1), axis=0)
+            left -= tl.sum(tl.where(digits == digit, above, 0), axis=0)
+            edge += digit.to(tl.uint32) << shift
+
         own = tl.load(z_row + token).to(tl.float32)
         out = narrow + row * W
         tl.store(out, _packed((own - m) - total, token))
         n = tl.full([], 1, dtype=tl.int64)
         ties = tl.zeros([], dtype=tl.int32)
         rest = tl.zeros([BLOCK], dtype=tl.float32)
-        for at in range(0, V, BLOCK):
-            v = at + tl.arange(0, BLOCK)
-            z = tl.load(z_row + v, mask=v < V, other=minus_inf).to(tl.float32)
+        for at in range(0, length, BLOCK):
+            v, z = _load_candidates(z_row, listed_row, hits_row, is_listed, length, at, V, BLOCK)
             key = _ordered(z)
-            finite = z > minus_inf
+            finite = z > float("-inf")
             tie = (finite & (key == edge)).to(tl.int32)
             rank = ties + tl.cumsum(tie, axis=0)
             chosen = (finite & (key > edge)) | ((tie != 0) & (rank <= left))
@@ -140,52 +231,31 @@ def _top_kernel(
             rest += tl.where(finite & other & (chosen == 0), tl.exp(logprob), 0.0)
             n += tl.sum(written, axis=0)
             ties += tl.sum(tie, axis=0)
-        tl.store(kept + row, n)
-        tl.store(tail + row, tl.sum(rest, axis=0))
-
-
-@triton.jit
-def _block_mass_kernel(
-    logits,  # [R, V]
-    kind,  # [R] int8
-    healthy,  # [R] uint8
-    top,  # [R]
-    log_total,  # [R]
-    mass,  # [R, V / BLOCK] out
-    V,
-    stride,
-    BLOCK: tl.constexpr,
-):
-    """DRAWS rows: what q puts on each block of ids."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if (tl.load(kind + row) == 3) & (tl.load(healthy + row) != 0):
-        v = block * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(logits + row * stride + v, mask=v < V, other=float("-inf")).to(tl.float32)
-        q = tl.exp((z - tl.load(top + row)) - tl.load(log_total + row))
-        tl.store(mass + row * tl.num_programs(1) + block, tl.sum(q, axis=0))
+        tl.store(needed + row, n)
+        tl.store(tail + row, unread + tl.sum(rest, axis=0))
 
 
 @triton.jit
 def _draws_kernel(
     logits,  # [R, V]
     uniform,  # [R, M] in [0, 1)
-    mass,  # [R, BLOCKS]
     kind,  # [R] int8
-    healthy,  # [R] uint8
+    mass,  # [R, blocks]
     top,  # [R]
     log_total,  # [R]
-    kept,  # [R] int64 out: entries of the row
+    needed,  # [R] int64
     narrow,  # [R, W] int64 out
     V,
     W,
+    draws,
     blocks,
     stride,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One draw of a DRAWS row: the id where the running sum of q passes its uniform number."""
-    row, j, draws = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if (tl.load(kind + row) == 3) & (tl.load(healthy + row) != 0):
+    row, j = (tl.program_id(0) // draws).to(tl.int64), tl.program_id(0) % draws
+    if (tl.load(kind + row) == 3) & (tl.load(needed + row) > 0):
         u = tl.load(uniform + row * draws + j)
         lane = tl.arange(0, LANES)
         part = tl.load(mass + row * blocks + lane, mask=lane < blocks, other=0.0)
@@ -204,103 +274,139 @@ def _draws_kernel(
         token = tl.where(token < V, token, tl.max(tl.where(q > 0, v, 0), axis=0))
         z = tl.load(logits + row * stride + token).to(tl.float32)
         tl.store(narrow + row * W + j, _packed((z - m) - total, token))
-        if j == 0:
-            tl.store(kept + row, draws.to(tl.int64))
 
 
 @triton.jit
-def _write_rows_kernel(
+def _fit_kernel(
+    needed,  # [R] int64
+    asked,  # [R] int8
+    counts,  # [R] int64 out: -1 where the row is unusable or does not fit
+    kind,  # [R] int8 out
+    tail,  # [R] float32 in and out
+    needed_in_all,  # int64 out
+    R,
+    capacity,
+    TILE: tl.constexpr,
+):
+    """Which rows fit into the buffer: narrow rows first and equal ones in row order."""
+    row = tl.program_id(0)
+    mine = tl.load(needed + row)
+    narrower = tl.zeros([TILE], dtype=tl.int64)
+    everyone = tl.zeros([TILE], dtype=tl.int64)
+    for at in range(0, R, TILE):
+        j = at + tl.arange(0, TILE)
+        others = tl.maximum(tl.load(needed + j, mask=j < R, other=0), 0)
+        everyone += others
+        narrower += tl.where((others < mine) | ((others == mine) & (j < row)), others, 0)
+    fits = (mine >= 0) & (tl.sum(narrower, axis=0) + mine <= capacity)
+    wanted = tl.load(asked + row)
+    tl.store(counts + row, tl.where(fits, mine, -1))
+    tl.store(kind + row, tl.where(fits, wanted, -1).to(tl.int8))
+    tl.store(tail + row, tl.where(fits & (wanted != 0), tl.load(tail + row), 1.0))
+    if row == 0:
+        tl.store(needed_in_all, tl.sum(everyone, axis=0))
+
+
+@triton.jit
+def _write_kernel(
     logits,  # [R, V]
     kind,  # [R] int8
-    recorded,  # [R] uint8
-    starts,  # [R] int64
     counts,  # [R] int64
+    ends,  # [R] int64
+    kept,  # [R, blocks] int32: of all blocks before
     top,  # [R]
     log_total,  # [R]
     narrow,  # [R, W] int64
     packed,  # [capacity] int64 out
     V,
     W,
+    blocks,
+    parts,
     stride,
     BLOCK: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
-    """The entries of every recorded row to their place in the buffer."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(recorded + row) != 0:
-        out = packed + tl.load(starts + row)
-        if tl.load(kind + row) == 1:
-            m, total = tl.load(top + row), tl.load(log_total + row)
-            n = tl.zeros([], dtype=tl.int32)
-            for at in range(0, V, BLOCK):
-                v = at + tl.arange(0, BLOCK)
+    """The entries of every recorded row to their place in the buffer, in `parts`."""
+    row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    # Everything at once: what one of these loads would have decided costs less than to wait.
+    count, wanted, end = tl.load(counts + row), tl.load(kind + row), tl.load(ends + row)
+    m, total = tl.load(top + row), tl.load(log_total + row)
+    at, inner = row * blocks + part, part + 1 < blocks
+    first = tl.load(kept + at, mask=part < blocks, other=0)
+    behind = tl.load(kept + at + 1, mask=inner, other=0)
+    if count > 0:
+        out = packed + (end - count)
+        if wanted == 1:
+            if tl.where(inner, behind, count) > first:
+                v = part * BLOCK + tl.arange(0, BLOCK)
                 z = tl.load(logits + row * stride + v, mask=v < V, other=float("-inf"))
                 z = z.to(tl.float32)
                 finite = (z > float("-inf")).to(tl.int32)
-                place = n + tl.cumsum(finite, axis=0) - 1
+                place = first + tl.cumsum(finite, axis=0) - 1
                 tl.store(out + place, _packed((z - m) - total, v), mask=finite != 0)
-                n += tl.sum(finite, axis=0)
         else:
-            count = tl.load(counts + row)
-            for done in range(0, count, BLOCK):
-                j = done + tl.arange(0, BLOCK)
+            for done in range(part * COPIED, count, parts * COPIED):
+                j = done + tl.arange(0, COPIED)
                 entry = tl.load(narrow + row * W + j, mask=j < count, other=0)
                 tl.store(out + j, entry, mask=j < count)
 
 
-class RowsLookedAt:
-    """The first reading of the logits: what each row needs; then its entries can be written."""
+def capture_rows(
+    logits: Tensor,  # [R, V], R >= 1, its rows contiguous
+    sampled: Tensor,  # [R]
+    asked: Tensor,  # [R] int8
+    capacity: int,
+    replay: bool,  # some row may be REPLAY
+    head: bool,  # or HEAD
+    draws: int,  # of a DRAWS row, 0 where none may be
+    top_ids: int,
+    generator: torch.Generator | None,
+    unused: int,  # what slots of the buffer hold that no entry takes
+) -> tuple[Tensor, ...]:
+    """The fields of `CapturedRows`, in their order."""
+    # The kernels count rows: whatever has one value a row has to lie row after row.
+    sampled, asked = sampled.contiguous(), asked.contiguous()
+    r, v = logits.shape
+    blocks = triton.cdiv(v, _BLOCK)
+    lanes, stride = max(16, triton.next_power_of_2(blocks)), logits.stride(0)
+    new = logits.new_empty
+    largest, smallest, mass = new(3, r, blocks, dtype=torch.float32).unbind()
+    kept = new(r, blocks, dtype=torch.int32)
+    top, log_total, sampled_logprobs = new(3, r, dtype=torch.float32).unbind()
+    needed, counts = new(2, r, dtype=torch.int64).unbind()
+    kind, needed_in_all = torch.empty_like(asked), new((), dtype=torch.int64)
+    tail = torch.zeros(r, dtype=torch.float32, device=logits.device)
+    narrow_width = max(top_ids + 1 if head else 0, draws)
+    narrow = new(r, narrow_width, dtype=torch.int64)
 
-    def __init__(
-        self,
-        logits: Tensor,  # [R, V], its rows contiguous
-        sampled: Tensor,  # [R]
-        kind: Tensor,  # [R] int8
-        head: bool,  # some row may be HEAD
-        draws: int,  # of a DRAWS row, 0 where none may be
-        top: int,
-        generator: torch.Generator | None,
-    ) -> None:
-        # The kernels count rows: whatever has one value a row has to lie row after row.
-        sampled, kind = sampled.contiguous(), kind.contiguous()
-        self.logits, self.kind = logits, kind
-        r, v = logits.shape
-        new = logits.new_empty
-        self.top, self.log_total, self.sampled_logprobs = new(3, r, dtype=torch.float32).unbind()
-        self.needed = new(r, dtype=torch.int64)
-        self.healthy = new(r, dtype=torch.bool)
-        self.tail_mass = torch.zeros(r, dtype=torch.float32, device=logits.device)
-        self.narrow = new(r, max(top + 1 if head else 0, draws, 1), dtype=torch.int64)
-        if not r:
-            return
-        healthy, w, stride = self.healthy.view(torch.uint8), self.narrow.shape[1], logits.stride(0)
-        _row_stats_kernel[(r,)](
-            logits, sampled, kind, self.top, self.log_total, self.sampled_logprobs, self.needed,
-            healthy, v, stride, BLOCK=4096, num_warps=8,
+    _block_facts_kernel[(r * blocks,)](
+        logits, asked, largest, smallest, mass, kept, v, blocks, stride, BLOCK=_BLOCK, num_warps=1
+    )
+    _row_facts_kernel[(r,)](
+        logits, sampled, asked, largest, smallest, mass, kept, top, log_total, sampled_logprobs,
+        needed, v, blocks, draws, stride, LANES=lanes, num_warps=4,
+    )  # fmt: skip
+    if head:
+        hits = smallest.view(torch.int32)  # not read any more
+        listed = new(r, 1024, dtype=torch.int32)
+        _top_kernel[(r,)](
+            logits, sampled, asked, largest, mass, top, log_total, needed, narrow, tail, hits,
+            listed, v, narrow_width, top_ids, blocks, stride, LANES=lanes, LIST=1024,
+            BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
-        common = kind, healthy, self.top, self.log_total, self.needed, self.narrow
-        if head:
-            _top_kernel[(r,)](
-                logits, sampled, *common, self.tail_mass, v, w, top, stride,
-                BLOCK=4096, num_warps=8,
-            )  # fmt: skip
-        if draws:
-            uniform = torch.rand(r, draws, generator=generator, device=logits.device)
-            block, seen = 4096, common[:4]
-            blocks = triton.cdiv(v, block)
-            mass = new(r, blocks, dtype=torch.float32)
-            _block_mass_kernel[(r, blocks)](
-                logits, *seen, mass, v, stride, BLOCK=block, num_warps=4
-            )
-            _draws_kernel[(r, draws)](
-                logits, uniform, mass, *common, v, w, blocks, stride,
-                LANES=triton.next_power_of_2(blocks), BLOCK=block, num_warps=4,
-            )  # fmt: skip
-
-    def write(self, recorded: Tensor, starts: Tensor, counts: Tensor, packed: Tensor) -> None:
-        """The entries of the `recorded` `[R]` rows to `packed`, each row's from its start on."""
-        if len(recorded):
-            _write_rows_kernel[(len(recorded),)](
-                self.logits, self.kind, recorded.view(torch.uint8), starts, counts, self.top,
-                self.log_total, self.narrow, packed, self.logits.shape[1], self.narrow.shape[1],
-                self.logits.stride(0), BLOCK=1024, num_warps=4,
-            )  # fmt: skip
+    if draws:
+        uniform = torch.rand(r, draws, generator=generator, device=logits.device)
+        _draws_kernel[(r * draws,)](
+            logits, uniform, asked, mass, top, log_total, needed, narrow, v, narrow_width, draws,
+            blocks, stride, LANES=lanes, BLOCK=_BLOCK, num_warps=1,
+        )  # fmt: skip
+    _fit_kernel[(r,)](needed, asked, counts, kind, tail, needed_in_all, r, capacity, TILE=1024)
+    ends = counts.clamp(min=0).cumsum(0)
+    packed = torch.full((capacity,), unused, dtype=torch.int64, device=logits.device)
+    copied = 128  # narrow entries of one program
+    parts = blocks if replay else triton.cdiv(narrow_width, copied)
+    _write_kernel[(r * parts,)](
+        logits, kind, counts, ends, kept, top, log_total, narrow, packed, v, narrow_width, blocks,
+        parts, stride, BLOCK=_BLOCK, COPIED=copied, num_warps=1,
+    )  # fmt: skip
+    return packed, counts, kind, tail, sampled_logprobs, needed_in_all
