@@ -431,6 +431,27 @@ def test_no_sync():
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_logits_on_another_gpu_than_the_current_one():
+    logits, sampled = masked_logits(8, 1500)
+    kinds = torch.tensor([1, 2, 3, 0] * 2, dtype=torch.int8)
+    assert torch.cuda.current_device() == 0
+    here, there = (
+        capture_module.capture_support(
+            logits.to(device),
+            sampled.to(device),
+            kind=kinds,
+            generator=torch.Generator(device).manual_seed(0),
+        )
+        for device in ("cuda:0", "cuda:1")
+    )
+    for field in fields(here):
+        one, other = getattr(here, field.name), getattr(there, field.name)
+        assert other.device == torch.device("cuda:1")
+        torch.testing.assert_close(other.cpu(), one.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_views_expanded_rows_and_int32_tokens():
     logits, sampled = masked_logits(1, 21)
     wide = torch.full((21, 3), math.nan)
