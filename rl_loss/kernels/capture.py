@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 512  # ids: fewer make more facts to join, more make more ids to read again
+_GROUP = 8  # blocks of one program: a program of one costs more to start than to run
 
 
 @triton.jit
@@ -32,25 +33,33 @@ def _block_facts_kernel(
     kept,  # [R, blocks] int32 out: how many logits are finite, -1 at a NaN or +inf
     V,
     blocks,
+    groups,
     stride,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0)
-    row, block = (at // blocks).to(tl.int64), at % blocks
+    row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
     asked = tl.load(kind + row)
     if (asked >= 1) & (asked <= 3):
-        v = block * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(logits + row * stride + v, mask=v < V, other=float("-inf")).to(tl.float32)
-        bad = (z != z) | (z == float("inf"))
-        z = tl.where(bad, float("-inf"), z)
-        finite = z > float("-inf")
-        top = tl.max(z, axis=0)
-        shift = tl.where(top > float("-inf"), top, 0.0)
-        found = tl.sum(tl.where(bad, BLOCK + 1, finite.to(tl.int32)), axis=0)
-        tl.store(largest + at, top)
-        tl.store(smallest + at, tl.min(tl.where(finite, z, float("inf")), axis=0))
-        tl.store(mass + at, tl.sum(tl.exp(z - shift), axis=0))
-        tl.store(kept + at, tl.where(found > BLOCK, -1, found))
+        z_row, lane = logits + row * stride, tl.arange(0, BLOCK)
+        start = group * GROUP
+        v = start * BLOCK + lane
+        z_ahead = tl.load(z_row + v, mask=v < V, other=float("-inf"))
+        for block in range(start, tl.minimum(start + GROUP, blocks)):
+            z = z_ahead.to(tl.float32)
+            v += BLOCK
+            z_ahead = tl.load(z_row + v, mask=v < V, other=float("-inf"))
+            bad = (z != z) | (z == float("inf"))
+            z = tl.where(bad, float("-inf"), z)
+            finite = z > float("-inf")
+            top = tl.max(z, axis=0)
+            shift = tl.where(top > float("-inf"), top, 0.0)
+            found = tl.sum(tl.where(bad, BLOCK + 1, finite.to(tl.int32)), axis=0)
+            at = row * blocks + block
+            tl.store(largest + at, top)
+            tl.store(smallest + at, tl.min(tl.where(finite, z, float("inf")), axis=0))
+            tl.store(mass + at, tl.sum(tl.exp(z - shift), axis=0))
+            tl.store(kept + at, tl.where(found > BLOCK, -1, found))
 
 
 @triton.jit
@@ -321,31 +330,34 @@ def _write_kernel(
     V,
     W,
     blocks,
-    parts,
+    groups,
     stride,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     COPIED: tl.constexpr,
 ):
-    """The entries of every recorded row to their place in the buffer, in `parts`."""
-    row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    # Everything at once: what one of these loads would have decided costs less than to wait.
-    count, wanted, end = tl.load(counts + row), tl.load(kind + row), tl.load(ends + row)
-    m, total = tl.load(top + row), tl.load(log_total + row)
-    at, inner = row * blocks + part, part + 1 < blocks
-    first = tl.load(kept + at, mask=part < blocks, other=0)
-    behind = tl.load(kept + at + 1, mask=inner, other=0)
+    """The entries of every recorded row to their place in the buffer."""
+    row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    count = tl.load(counts + row)
     if count > 0:
-        out = packed + (end - count)
-        if wanted == 1:
-            if tl.where(inner, behind, count) > first:
-                v = part * BLOCK + tl.arange(0, BLOCK)
-                z = tl.load(logits + row * stride + v, mask=v < V, other=float("-inf"))
-                z = z.to(tl.float32)
-                finite = (z > float("-inf")).to(tl.int32)
-                place = first + tl.cumsum(finite, axis=0) - 1
-                tl.store(out + place, _packed((z - m) - total, v), mask=finite != 0)
+        out = packed + (tl.load(ends + row) - count)
+        if tl.load(kind + row) == 1:
+            m, total = tl.load(top + row), tl.load(log_total + row)
+            kept_row, start = kept + row * blocks, group * GROUP
+            behind = tl.load(kept_row + start)
+            for block in range(start, tl.minimum(start + GROUP, blocks)):
+                first = behind
+                behind = tl.load(kept_row + block + 1, mask=block + 1 < blocks, other=0)
+                behind = tl.where(block + 1 < blocks, behind, count.to(tl.int32))
+                if behind > first:
+                    v = block * BLOCK + tl.arange(0, BLOCK)
+                    z = tl.load(logits + row * stride + v, mask=v < V, other=float("-inf"))
+                    z = z.to(tl.float32)
+                    finite = (z > float("-inf")).to(tl.int32)
+                    place = first + tl.cumsum(finite, axis=0) - 1
+                    tl.store(out + place, _packed((z - m) - total, v), mask=finite != 0)
         else:
-            for done in range(part * COPIED, count, parts * COPIED):
+            for done in range(group * COPIED, count, groups * COPIED):
                 j = done + tl.arange(0, COPIED)
                 entry = tl.load(narrow + row * W + j, mask=j < count, other=0)
                 tl.store(out + j, entry, mask=j < count)
@@ -379,9 +391,11 @@ def capture_rows(
     narrow_width = max(top_ids + 1 if head else 0, draws)
     narrow = new(r, narrow_width, dtype=torch.int64)
 
-    _block_facts_kernel[(r * blocks,)](
-        logits, asked, largest, smallest, mass, kept, v, blocks, stride, BLOCK=_BLOCK, num_warps=1
-    )
+    groups = triton.cdiv(blocks, _GROUP)
+    _block_facts_kernel[(r * groups,)](
+        logits, asked, largest, smallest, mass, kept, v, blocks, groups, stride, GROUP=_GROUP,
+        BLOCK=_BLOCK, num_warps=1,
+    )  # fmt: skip
     _row_facts_kernel[(r,)](
         logits, sampled, asked, largest, smallest, mass, kept, top, log_total, sampled_logprobs,
         needed, v, blocks, draws, stride, LANES=lanes, num_warps=4,
@@ -404,9 +418,9 @@ def capture_rows(
     ends = counts.clamp(min=0).cumsum(0)
     packed = torch.full((capacity,), unused, dtype=torch.int64, device=logits.device)
     copied = 128  # narrow entries of one program
-    parts = blocks if replay else triton.cdiv(narrow_width, copied)
-    _write_kernel[(r * parts,)](
+    groups = groups if replay else triton.cdiv(narrow_width, copied)
+    _write_kernel[(r * groups,)](
         logits, kind, counts, ends, kept, top, log_total, narrow, packed, v, narrow_width, blocks,
-        parts, stride, BLOCK=_BLOCK, COPIED=copied, num_warps=1,
+        groups, stride, GROUP=_GROUP, BLOCK=_BLOCK, COPIED=copied, num_warps=1,
     )  # fmt: skip
     return packed, counts, kind, tail, sampled_logprobs, needed_in_all
