@@ -53,11 +53,10 @@ def _stats_kernel(
             a = tl.load(moment + row)
     for at in range(0, B, BLOCK):
         column = at + tl.arange(0, BLOCK)
-        x = tl.load(raw + at_row * sr + column, mask=column < B, other=minus_inf)
-        y = x
-        if HAS_BIAS:
-            y += tl.load(bias + first + column, mask=column < B, other=0.0).to(ACC)
-        z = tl.where(x == minus_inf, minus_inf, logit(y, inv, SOFTCAP, SCALE, ROUND))
+        held = column < B
+        x = tl.load(raw + at_row * sr + column, mask=held, other=minus_inf)
+        z = logit(x, bias, first + column, held, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+        z = tl.where(x == minus_inf, minus_inf, z)
         up = tl.maximum(m, tl.max(z, axis=0))
         shift = tl.where(up == minus_inf, 0.0, up)
         e = tl.exp(z - shift)
@@ -109,10 +108,9 @@ def _pick_kernel(
     if LABEL:
         label = tl.load(labels + row).to(tl.int64) - first
         here = (label >= 0) & (label < B)
-        y = tl.load(cells + label, mask=here, other=0.0)
-        if HAS_BIAS:
-            y += tl.load(bias + first + label, mask=here, other=0.0).to(ACC)
-        tl.store(label_z + row, logit(y, inv, SOFTCAP, SCALE, ROUND), mask=here)
+        own = tl.load(cells + label, mask=here, other=0.0)
+        own = logit(own, bias, first + label, here, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+        tl.store(label_z + row, own, mask=here)
         tl.debug_barrier()  # the label's cell is read before it is emptied
     start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     taken = start
@@ -127,9 +125,8 @@ def _pick_kernel(
         inside = (column >= 0) & (column < tl.where(entry < end, B, 0))
         if ENTRIES:
             x = tl.load(cells + column, mask=inside, other=0.0)
-            if HAS_BIAS:
-                x += tl.load(bias + first + column, mask=inside, other=0.0).to(ACC)
-            tl.store(z + entry, logit(x, inv, SOFTCAP, SCALE, ROUND), mask=inside)
+            x = logit(x, bias, first + column, inside, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+            tl.store(z + entry, x, mask=inside)
         if TAKE_OUT:
             out = inside & (tl.load(known + entry, mask=entry < taken, other=0) != 0)
             tl.store(cells + column, tl.full([BLOCK], float("-inf"), dtype=ACC), mask=out)
@@ -193,10 +190,7 @@ def _grads_kernel(
         column = at + tl.arange(0, BLOCK)
         held = column < B
         x = tl.load(raw + at_row * sr + column, mask=held, other=0.0)
-        y = x
-        if HAS_BIAS:
-            y += tl.load(bias + first + column, mask=held, other=0.0).to(ACC)
-        z = logit(y, inv, SOFTCAP, SCALE, ROUND)
+        z = logit(x, bias, first + column, held, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
         logp = z - norm
         p = tl.exp(logp)
         g = tl.where(column == label, d_label, 0.0) - p * total

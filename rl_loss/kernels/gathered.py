@@ -84,9 +84,8 @@ def _logits_kernel(
                         other=0.0,
                     )
                     raw += tl.sum(w.to(ACC) * part[None, :], axis=1)
-            if HAS_BIAS:
-                raw += tl.load(bias + v, mask=held, other=0.0).to(ACC)
-            tl.store(z + entry, logit(raw, inv, SOFTCAP, SCALE, ROUND), mask=entry < end)
+            raw = logit(raw, bias, v, held, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+            tl.store(z + entry, raw, mask=entry < end)
 
 
 @triton.jit

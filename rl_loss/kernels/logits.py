@@ -38,9 +38,21 @@ def _rounded(x, ROUND: tl.constexpr):
 
 
 @triton.jit
-def logit(raw, inv, SOFTCAP: tl.constexpr, SCALE: tl.constexpr, ROUND: tl.constexpr):
-    """The logit of a raw product, its bias added."""
-    z = _rounded(raw, ROUND)
+def logit(
+    product,
+    bias,  # [V]
+    ids,
+    held,  # which ids there are
+    inv,
+    HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """The logits of the products of a row with `ids`."""
+    if HAS_BIAS:
+        product += tl.load(bias + ids, mask=held, other=0.0).to(product.dtype)
+    z = _rounded(product, ROUND)
     if SCALE != 1.0:
         z = _rounded(z * SCALE, ROUND)
     if SOFTCAP > 0:
