@@ -55,10 +55,9 @@ class Workload:
 
 
 def data_folder() -> Path | None:
-    """Where the real supports are, if anywhere: the folder `RL_LOSS_DATA`, or one beside this."""
-    given = os.environ.get("RL_LOSS_DATA")
-    places = [given] if given else [Path(__file__).parents[2] / "shared" / "data"]
-    return next((Path(p) for p in places if (Path(p) / "smollm2_top_p95.npz").exists()), None)
+    """Where the real supports are, if anywhere: the folder that `RL_LOSS_DATA` names."""
+    folder = Path(os.environ.get("RL_LOSS_DATA", ""))
+    return folder if (folder / "smollm2_top_p95.npz").exists() else None
 
 
 def real_rows(folder: Path) -> tuple[Workload, dict[str, np.ndarray]]:

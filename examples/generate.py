@@ -49,11 +49,11 @@ def main() -> None:
 
     # The trainer: row t is the hidden state that predicts token t + 1, and the evidence about it.
     rows = aligned_rows(
-        sequences,
+        sequences.cpu(),
         recorded.loss_mask,
         support=recorded.support,
         inference_logprobs=recorded.inference_logprobs,
-    )
+    ).to(sequences.device)
     hidden = model.base_model(sequences, use_cache=False).last_hidden_state
     weight, options = model.get_output_embeddings().weight, logit_options(model)
     options |= {"active": rows.active, "temperature": args.temperature}

@@ -18,6 +18,18 @@ class AlignedRows(NamedTuple):
     support: Support  # N rows
     per_token: dict[str, Tensor]  # [..., *]
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "AlignedRows":
+        """The rows on a device; `active` stays where it is: on the host it costs no sync."""
+        return AlignedRows(
+            self.labels.to(device, non_blocking=non_blocking),
+            self.active,
+            self.support.to(device, non_blocking=non_blocking),
+            {
+                name: tensor.to(device, non_blocking=non_blocking)
+                for name, tensor in self.per_token.items()
+            },
+        )
+
 
 def aligned_rows(
     input_ids: Tensor,

@@ -1,6 +1,7 @@
 """Arguments as tensors, or a ValueError that names the argument and the place."""
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 from reprlib import repr as short
 from typing import Any
 
@@ -13,6 +14,18 @@ def require_tensor(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     return value
+
+
+def require_number(name: str, value: Any) -> None:
+    """Refuses what is no real number (a bool is none, a NumPy scalar is one)."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, got {short(value)}")
+
+
+def require_count(name: str, value: Any, least: int) -> None:
+    """Refuses what is no integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}, got {short(value)}")
 
 
 def is_integral(tensor: Tensor) -> bool:

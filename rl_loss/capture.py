@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_loss.arguments import require_count
 from rl_loss.host import launching_on
 from rl_loss.packing import pack_entries
-from rl_loss.support import RowKind, Support
+from rl_loss.support import RowKind, Support, first_row
 
 _MAX_DEFAULT_CAPACITY = 16 * 2**20  # entries: a buffer of 128 MiB
 _CHUNK_ELEMENTS = 2**22  # logits of one chunk: about 200 MiB of temporaries
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ASKED = "NONE, REPLAY, HEAD or DRAWS"
 _UNUSED = -1  # all bits set: the id -1 with the log-probability NaN
 
 
@@ -74,7 +77,8 @@ def capture_support(
 
     - `REPLAY`: all of S, ids ascending; tail mass 0;
     - `HEAD`: the sampled token, then the `top` likeliest ids of S without it, ascending (so `top`
-      others, or one less where the sampled token is among the likeliest); tail mass `Σ q_v` over
+      others, or one less where the sampled token is among the likeliest; which of equal ones is
+      open); tail mass `Σ q_v` over
       the rest of S, summed from the logits left out and not as 1 minus the recorded mass. The
       trainer normalises such a row, and one of draws, over the whole vocabulary: neither is for a
       sampler that truncates;
@@ -83,18 +87,19 @@ def capture_support(
 
     A row is `FAILED` (count -1, tail mass 1) if it holds NaN or +inf or nothing finite, if its
     sampled token is excluded or outside `[0, V)`, if its logits lie so far apart that the log q of
-    an id in S is -inf in float32 (the sampled log-probability is NaN in these cases), if its kind
-    is unknown, or if it does not fit into the buffer. Where not all rows fit, the widest are given
-    up first, so that most rows survive; those are whole and lie one after the other in row order.
+    an id in S is -inf in float32 (the sampled log-probability is NaN in these cases), if `kind` on
+    the device says anything else, or if it does not fit into the buffer. Where not all rows
+    fit, the widest are given up first, so that most rows survive; those are whole and lie one after
+    the other in row order.
 
     No device-to-host sync, no shape that depends on a value.
 
     Args:
-        processed_logits: `[R, V]`, any floating dtype, after temperature and truncation: an
-            excluded token is -inf. bfloat16 and float16 are computed in float32.
+        processed_logits: `[R, V]`, float64, float32, bfloat16 or float16 (computed in float32),
+            after temperature and truncation: an excluded token is -inf, and only -inf.
         sampled: int64 or int32 `[R]`, the tokens sampled from these rows.
-        kind: one `RowKind` for all rows, or an int8 tensor `[R]` (on the host, and work for kinds
-            that it does not hold is saved).
+        kind: NONE, REPLAY, HEAD or DRAWS for all rows, or an int8 tensor `[R]` of them (on the
+            host, and work for kinds that it does not hold is saved).
         capacity: entries that the buffer holds; None for all that the rows can need, at most
             16 Mi entries.
         top: likeliest ids of a `HEAD` row.
@@ -114,7 +119,7 @@ def capture_support(
         >>> rows.to_support().ids.tolist()
         [0, 2, 0, 1, 2]
     """
-    _check_arguments(processed_logits, sampled, kind, capacity, top, draws)
+    _check_arguments(processed_logits, sampled, kind, capacity, top, draws, generator)
     num_rows, vocab_size = processed_logits.shape
     device = processed_logits.device
     top = min(top, vocab_size)
@@ -122,6 +127,8 @@ def capture_support(
         possible = {RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS}
         if kind.device.type == "cpu":  # the host sees which of them there are
             possible &= set(kind.tolist())
+            if kind.is_pinned():  # would be read later, when it may hold the next step's
+                kind = kind.clone()
         asked = kind.to(device, non_blocking=True)
     else:
         possible = {RowKind(kind)}
@@ -196,7 +203,9 @@ class _RowsLookedAt:
             self.sampled_logprobs[chunk] = logprobs.gather(1, labels[:, None])[:, 0]
             entries = []
             if head:
-                ids, likely, recorded, tail = _head_entries(logprobs, kept, labels, top)
+                ids, likely, recorded, tail = _head_entries(
+                    logits[chunk], logprobs, kept, labels, top
+                )
                 entries.append((RowKind.HEAD, ids, likely, recorded))
                 self.tail_mass[chunk] = torch.where(asked[chunk] == RowKind.HEAD, tail, 0.0)
             if draws:
@@ -247,10 +256,10 @@ def _sampler_logprobs(logits: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _head_entries(
-    logprobs: Tensor, kept: Tensor, labels: Tensor, top: int
+    logits: Tensor, logprobs: Tensor, kept: Tensor, labels: Tensor, top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids, log q and which of them to record, each `[r, top + 1]`, and the tail mass `[r]`."""
-    top_ids = logprobs.topk(top, dim=1).indices.sort(1).values
+    top_ids = logits.topk(top, dim=1).indices.sort(1).values
     ids = torch.cat([labels[:, None], top_ids], 1)
     chosen, recorded = logprobs.gather(1, ids), kept.gather(1, ids)
     recorded[:, 1:] &= top_ids != labels[:, None]
@@ -294,11 +303,12 @@ def _widest_row(possible: set[RowKind], vocab_size: int, top: int, draws: int) -
 
 
 def _check_arguments(
-    logits: Any, sampled: Any, kind: Any, capacity: Any, top: Any, draws: Any
+    logits: Any, sampled: Any, kind: Any, capacity: Any, top: Any, draws: Any, generator: Any
 ) -> None:
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.is_floating_point():
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.dtype not in _DTYPES:
         raise ValueError(
-            f"processed_logits must be a floating-point tensor [R, V], got {_describe(logits)}"
+            "processed_logits must be float64, float32, bfloat16 or float16 [R, V], got "
+            f"{_describe(logits)}"
         )
     if logits.shape[1] == 0:
         raise ValueError("processed_logits must have at least one column, got V = 0")
@@ -310,13 +320,24 @@ def _check_arguments(
         )
     if isinstance(kind, Tensor):
         _check_rows("kind", kind, num_rows, (torch.int8,))
-    elif isinstance(kind, bool) or not isinstance(kind, int) or kind not in tuple(RowKind):
-        raise ValueError(f"kind must be a RowKind or an int8 tensor [R], got {kind!r}")
-    for name, value, least in (("capacity", capacity, 0), ("top", top, 0), ("draws", draws, 1)):
-        if name == "capacity" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+        wrong = (kind < RowKind.NONE) | (kind > RowKind.DRAWS)
+        if kind.device.type == "cpu" and wrong.any():
+            row = first_row(wrong)
+            raise ValueError(f"kind must be {_ASKED}, got {int(kind[row])} in row {row}")
+    elif isinstance(kind, bool) or not isinstance(kind, int) or kind not in range(4):
+        raise ValueError(f"kind must be {_ASKED}, or an int8 tensor [R] of them, got {kind!r}")
+    if capacity is not None:
+        require_count("capacity", capacity, 0)
+    require_count("top", top, 0)
+    require_count("draws", draws, 1)
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    if generator.device.type != logits.device.type:
+        raise ValueError(
+            f"generator must be on {logits.device} as processed_logits, got {generator.device}"
+        )
 
 
 def _check_rows(name: str, value: Any, num_rows: int, dtypes: tuple[torch.dtype, ...]) -> None:

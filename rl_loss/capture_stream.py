@@ -1,12 +1,15 @@
 """Captured rows to the host, step by step, while the sampler goes on."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from rl_loss.capture import CapturedRows
 from rl_loss.support import Support
+
+T = TypeVar("T")
 
 
 class RecordedStep(NamedTuple):
@@ -16,16 +19,23 @@ class RecordedStep(NamedTuple):
     sampled_logprobs: Tensor  # [R] float32
 
 
-class _Pending:
-    """A step whose row facts are on their way, and then its entries."""
+class _Step:
+    """A step on its way to the host: its row facts, and then its entries, once `event` is past."""
 
     def __init__(self, rows: CapturedRows) -> None:
-        self.packed: Tensor | None = rows.packed
         facts = rows.counts, rows.kind, rows.tail_mass, rows.sampled_logprobs, rows.needed
         self.counts, self.kind, self.tail_mass, self.sampled_logprobs, self.needed = (
             _to_host(fact) for fact in facts
         )
-        self.entries: Tensor | None = None
+        self.packed = rows.packed  # on the device, and then the entries on the host
+        self.event: torch.cuda.Event | None = None
+
+    def arrived(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
 
 
 class CaptureStream:
@@ -54,49 +64,65 @@ class CaptureStream:
     def __init__(self) -> None:
         self.most_needed = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._steps: list[tuple[_Pending, torch.cuda.Event | None]] = []
+        self._steps: list[_Step] = []
         self._copied = 0  # steps whose entries are on their way
 
     def add(self, rows: CapturedRows) -> None:
         """Starts the copy of one step's rows; does not wait.
 
+        Nothing may write to the tensors of `rows` before `collect`: those that a CUDA graph
+        writes again at its next replay are to be cloned first.
+
         Raises:
-            ValueError: what is no `CapturedRows`.
+            ValueError: what is no `CapturedRows`, or a call inside the capture of a CUDA graph.
         """
         if not isinstance(rows, CapturedRows):
             raise ValueError(f"rows must be CapturedRows, got {type(rows).__name__}")
-        self._steps.append(self._behind(rows.packed, lambda: _Pending(rows)))
-        while self._copied < len(self._steps) and _arrived(self._steps[self._copied][1]):
+        if rows.packed.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError("rows cannot be added in a CUDA graph: add clones of its outputs")
+        step, event = self._behind(rows.packed, lambda: _Step(rows))
+        step.event = event
+        self._steps.append(step)
+        while self._copied < len(self._steps) and self._steps[self._copied].arrived():
             self._copy_entries()
 
     def collect(self) -> list[RecordedStep]:
-        """All steps since the last call, in their order; waits for their copies."""
+        """All steps since the last call, in their order; waits for their copies.
+
+        Raises:
+            ValueError: a step whose entries are not those that were captured; it names the step,
+                and all of them are dropped.
+        """
         while self._copied < len(self._steps):
-            _wait(self._steps[self._copied][1])
+            self._steps[self._copied].wait()
             self._copy_entries()
-        steps = []
-        for step, event in self._steps:
-            _wait(event)
-            assert step.entries is not None
-            support = Support.from_packed(
-                step.entries, step.counts, kind=step.kind, tail_mass=step.tail_mass
-            )
-            steps.append(RecordedStep(support, step.sampled_logprobs))
-        self._steps, self._copied = [], 0
-        return steps
+        steps, self._steps, self._copied = self._steps, [], 0
+        recorded = []
+        for number, step in enumerate(steps):
+            step.wait()
+            try:
+                support = Support.from_packed(
+                    step.packed, step.counts, kind=step.kind, tail_mass=step.tail_mass
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"step {number}: {error}; was it written again before collect?"
+                ) from error
+            recorded.append(RecordedStep(support, step.sampled_logprobs))
+        return recorded
 
     def _copy_entries(self) -> None:
         """The second phase of the next step, whose counts are here."""
-        step, _ = self._steps[self._copied]
-        packed, total = step.packed, int(step.counts.clamp(min=0).sum())
-        assert packed is not None
+        step = self._steps[self._copied]
+        total = int(step.counts.clamp(min=0).sum())
         self.most_needed = max(self.most_needed, int(step.needed))
-        step.entries, event = self._behind(packed, lambda: _to_host(packed[:total]), wait=False)
-        step.packed = None
-        self._steps[self._copied] = step, event
+        packed = step.packed
+        step.packed, step.event = self._behind(packed, lambda: _to_host(packed[:total]), False)
         self._copied += 1
 
-    def _behind(self, tensor: Tensor, copy, wait: bool = True):  # type: ignore[no-untyped-def]
+    def _behind(
+        self, tensor: Tensor, copy: Callable[[], T], wait: bool = True
+    ) -> tuple[T, torch.cuda.Event | None]:
         """What `copy` gives, run on a stream of its own, and its event; `wait`: behind the work
         of the current stream so far, which has made the tensor."""
         if not tensor.is_cuda:
@@ -120,12 +146,3 @@ def _to_host(tensor: Tensor) -> Tensor:
     tensor.record_stream(torch.cuda.current_stream(tensor.device))
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _arrived(event: "torch.cuda.Event | None") -> bool:
-    return event is None or event.query()
-
-
-def _wait(event: "torch.cuda.Event | None") -> None:
-    if event is not None:
-        event.synchronize()

@@ -7,6 +7,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
+from rl_loss.arguments import is_integral, require_tensor
 from rl_loss.csr import DRAWS, HEAD, NONE, REPLAY, first_row, rows_of_entries
 from rl_loss.host import host_sees
 from rl_loss.support import TOLERANCE
@@ -93,9 +94,10 @@ def to_entries(values: Tensor, rows: Tensor | None, n_entries: int) -> Tensor:
 def read_tokens(inputs: Any) -> Tokens:
     """The rows of `inputs`, checked for shape."""
     for name in ("loss_mask", "trainer_logprobs", "inference_logprobs", "advantages"):
-        value = getattr(inputs, name, None)
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+        require_tensor(name, getattr(inputs, name, None))
+    for name in ("trainer_logprobs", "inference_logprobs"):
+        if not getattr(inputs, name).is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {getattr(inputs, name).dtype}")
     mask = inputs.loss_mask
     if mask.dtype != torch.bool:
         raise ValueError(f"loss_mask must be bool, got {mask.dtype}")
@@ -103,12 +105,10 @@ def read_tokens(inputs: Any) -> Tokens:
     dtype = torch.promote_types(log_p.dtype, torch.float32)
 
     def read(name: str, value: Tensor) -> Tensor:
-        if value.shape != mask.shape:
+        if _check_tensor(name, value, mask.device).shape != mask.shape:
             raise ValueError(
                 f"{name} must be {tuple(mask.shape)} as loss_mask, got {tuple(value.shape)}"
             )
-        if value.device != mask.device:
-            raise ValueError(f"{name} must be on {mask.device} as loss_mask, got {value.device}")
         return torch.where(mask, value.detach().to(dtype), 0.0).reshape(-1)
 
     weights = getattr(inputs, "loss_weights", None)
@@ -136,10 +136,11 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
         rows = torch.zeros(0, dtype=torch.int64, device=device)
         layout = Layout(n, 0, rows, torch.zeros(n + 1, dtype=torch.int64, device=device))
     else:
-        layout = _layout(inputs, log_p)
+        layout = _layout(inputs, _check_tensor("trainer_support_logprobs", log_p, device))
     given = getattr(inputs, "support_valid", None)
     valid: Tensor = torch.ones_like(log_p, dtype=torch.bool) if given is None else given
     for name, value in {"sampler_support_logprobs": log_q, "support_valid": valid}.items():
+        _check_tensor(name, value, device)
         if value.shape != log_p.shape:
             raise ValueError(
                 f"{name} must be {tuple(log_p.shape)} as trainer_support_logprobs, "
@@ -215,6 +216,7 @@ def _layout(inputs: Any, log_p: Tensor) -> Layout:
     shape, n = inputs.loss_mask.shape, inputs.loss_mask.numel()
     offsets = getattr(inputs, "support_offsets", None)
     if offsets is not None:
+        _check_tensor("support_offsets", offsets, inputs.loss_mask.device)
         if log_p.dim() != 1 or offsets.shape != (n + 1,):
             raise ValueError(
                 f"trainer_support_logprobs and support_offsets must be [nnz] and [{n + 1}], got "
@@ -248,14 +250,31 @@ def _check_offsets(offsets: Tensor, nnz: int) -> None:
         )
 
 
+def _check_tensor(name: str, value: Any, device: torch.device) -> Tensor:
+    if require_tensor(name, value).device != device:
+        raise ValueError(f"{name} must be on {device} as loss_mask, got {value.device}")
+    return value
+
+
+def _per_row(inputs: Any, name: str) -> Tensor | None:
+    """A field with one value a row: of the shape of `loss_mask`, or `[N]`."""
+    value, mask = getattr(inputs, name, None), inputs.loss_mask
+    if value is None:
+        return None
+    if _check_tensor(name, value, mask.device).shape not in (mask.shape, (mask.numel(),)):
+        raise ValueError(
+            f"{name} must be {tuple(mask.shape)} as loss_mask, or [{mask.numel()}], got "
+            f"{tuple(value.shape)}"
+        )
+    return value
+
+
 def _kind_and_mass(
     inputs: Any, n: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    mass = getattr(inputs, "sampler_tail_mass", None)
-    kind = getattr(inputs, "support_kind", None)
-    for name, value in {"sampler_tail_mass": mass, "support_kind": kind}.items():
-        if value is not None and value.numel() != n:
-            raise ValueError(f"{name} must have {n} rows, got {tuple(value.shape)}")
+    mass, kind = _per_row(inputs, "sampler_tail_mass"), _per_row(inputs, "support_kind")
+    if kind is not None and not is_integral(kind):
+        raise ValueError(f"support_kind must be integers, got {kind.dtype}")
     mass = None if mass is None else mass.detach().reshape(-1).to(dtype)
     if kind is not None:
         return kind.reshape(-1), mass
@@ -269,12 +288,8 @@ def _trainer_tail(
     inputs: Any, log_p: Tensor, valid: Tensor, layout: Layout, wanted: Tensor
 ) -> Tensor:
     """`log p_tail`, `[N]`: as given, or from the known ids where nothing was given."""
-    given = getattr(inputs, "trainer_tail_logprobs", None)
+    given = _per_row(inputs, "trainer_tail_logprobs")
     if given is not None:
-        if given.numel() != len(wanted):
-            raise ValueError(
-                f"trainer_tail_logprobs must have {len(wanted)} rows, got {tuple(given.shape)}"
-            )
         return given.detach().reshape(-1).to(log_p.dtype)
     rest = 1 - layout.sum(torch.where(valid, log_p.exp(), 0.0))
     some = wanted & (rest > 8 * torch.finfo(log_p.dtype).eps)

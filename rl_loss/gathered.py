@@ -174,7 +174,8 @@ def sampled_products(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) 
     if len(ids) and _has_sparse_products(hidden, weight):
         shape = (len(hidden), len(weight))
         pattern = _sparse(rows, ids, hidden.new_zeros(len(ids)), shape)
-        return torch.sparse.sampled_addmm(pattern, hidden, weight.T, beta=0.0).values()
+        found = torch.sparse.sampled_addmm(pattern, hidden, weight.T, beta=0.0)
+        return found.values().clone()  # torch.compile takes no view of a sparse tensor
     dtype = accumulation_dtype(hidden, weight)
     out = torch.empty(len(ids), dtype=dtype, device=hidden.device)
     for block in _entry_blocks(len(ids), weight.shape[1]):

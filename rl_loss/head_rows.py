@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_loss.arguments import require_number
 from rl_loss.csr import NONE, REPLAY, HeadPlan
 from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
@@ -126,7 +127,8 @@ def check_options(
         raise ValueError(f'entropy must be None, "support" or "full", got {entropy!r}')
     if logits_dtype not in (None, torch.bfloat16):
         raise ValueError(f"logits_dtype must be None or torch.bfloat16, got {logits_dtype}")
-    if not isinstance(workspace_mib, (int, float)) or not 0 < workspace_mib < math.inf:
+    require_number("workspace_mib", workspace_mib)
+    if not 0 < workspace_mib < math.inf:
         raise ValueError(f"workspace_mib must be above 0 and finite, got {workspace_mib!r}")
     return logit_transform(softcap, logit_scale, logits_dtype is not None)
 
@@ -134,8 +136,12 @@ def check_options(
 def logit_transform(
     softcap: float | None, logit_scale: float, rounded: bool = False
 ) -> LogitTransform:
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be above 0 and finite, got {softcap}")
+    if softcap is not None:
+        require_number("softcap", softcap)
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"softcap must be above 0 and finite, got {softcap}")
+        softcap = float(softcap)
+    require_number("logit_scale", logit_scale)
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale must be finite, got {logit_scale}")
     return LogitTransform(softcap, float(logit_scale), rounded)
@@ -225,8 +231,8 @@ def check_tensors(
 
 
 def check_temperature(temperature: float) -> None:
-    number = isinstance(temperature, (int, float))
-    if not number or not 0 < temperature < math.inf or 1 / temperature == math.inf:
+    require_number("temperature", temperature)
+    if not 0 < temperature < math.inf or 1 / temperature == math.inf:
         raise ValueError(f"temperature must be above 0 and finite, got {temperature!r}")
 
 

@@ -1,6 +1,6 @@
 """The LM head that computes the logits a loss reads, and no others."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -44,6 +44,7 @@ class LMHeadOutput:
     entropy: Tensor | None  # [...]
     support_valid: Tensor  # [nnz] bool: q is known there and the row active and usable
     active: Tensor  # [...] bool
+    support: Support | None = field(default=None, repr=False)  # as it was given
 
 
 def fused_lm_head(
@@ -153,6 +154,7 @@ def fused_lm_head(
         entropy=None if uncertainty is None else uncertainty.reshape(labels.shape),
         support_valid=usable[rows.support.entry_rows] & rows.support.known,
         active=rows.active.reshape(labels.shape),
+        support=support,
     )
 
 
@@ -226,6 +228,7 @@ def _on_kernels(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -
         entropy=uncertainty.reshape(shape) if scalars.want_entropy else None,
         support_valid=valid,
         active=on,
+        support=options[0],
     )
 
 
@@ -313,11 +316,17 @@ class _FusedLMHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_logprobs, d_support, d_tail, d_entropy):
-        hidden, weight, bias = ctx.saved_tensors
-        rows, transform = ctx.rows, ctx.transform
         upstreams = d_logprobs, d_support, d_tail, d_entropy
         if all(upstream is None for upstream in upstreams):
             return (None,) * 6
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return _FusedLMHead._grads(ctx, upstreams)
+
+    @staticmethod
+    def _grads(ctx, upstreams):
+        hidden, weight, bias = ctx.saved_tensors
+        rows, transform = ctx.rows, ctx.transform
+        d_entropy = upstreams[3]
         inputs, needs = (hidden, weight, bias), ctx.needs_input_grad[:3]
         dtype, into = accumulation_dtype(hidden, weight), []
         dense_rows = len(ctx.dense.chosen) + (0 if ctx.full is None else len(ctx.full[1].chosen))

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_loss.arguments import require_number, require_tensor
 from rl_loss.centering import expected_score
 from rl_loss.evidence import read_evidence, read_tokens, to_entries
 from rl_loss.host import host_sees
 from rl_loss.metrics import Metrics, MetricTable, centering_metrics, token_metrics
 from rl_loss.sampler_kl import Direction, sampler_kl
-from rl_loss.support import first_row
+from rl_loss.support import TOLERANCE, first_row
 from rl_loss.weighting import IcePop, Ipo, Reinforce, Rule
 
 
@@ -65,8 +66,10 @@ class LossInputs:
             ValueError: a support that is not the head's; on the CPU a loss token that was not
                 active in the head (on a GPU its loss is NaN).
         """
+        if not hasattr(output, "support_valid"):
+            raise ValueError(f"output must be an LMHeadOutput, got {type(output).__name__}")
         logprobs, active = output.logprobs, output.active
-        loss_mask = active if loss_mask is None else loss_mask
+        loss_mask = active if loss_mask is None else require_tensor("loss_mask", loss_mask)
         if loss_mask.shape != active.shape or loss_mask.dtype != torch.bool:
             raise ValueError(
                 f"loss_mask must be bool {tuple(active.shape)} as the head's rows, got "
@@ -100,6 +103,11 @@ class LossInputs:
                 f"{output.support_logprobs.numel()} entries), got {len(support)} rows, "
                 f"{support.nnz} entries"
             )
+        if not _same_rows(support, getattr(output, "support", None)):
+            raise ValueError(
+                "support must be the one that the head was called with, got other rows of the same "
+                "number of entries"
+            )
         inputs.trainer_support_logprobs = output.support_logprobs
         inputs.sampler_support_logprobs = support.sampler_logprobs
         inputs.support_valid = output.support_valid
@@ -108,6 +116,14 @@ class LossInputs:
         inputs.support_offsets = support.offsets
         inputs.support_kind = support.kind
         return inputs
+
+
+def _same_rows(support: Any, headed: Any) -> bool:
+    """Whether rows and kinds are those of the head's own support, as far as the host knows."""
+    if headed is None or support is headed or torch.compiler.is_compiling():
+        return True
+    one, other = support.host, headed.host
+    return torch.equal(one.offsets, other.offsets) and torch.equal(one.kind, other.kind)
 
 
 @dataclass
@@ -162,6 +178,8 @@ def ipo_loss(
         >>> out.per_token_loss.tolist()
         [-1.0, 1.0]
     """
+    require_number("eps", eps)
+    require_number("max_importance_ratio", max_importance_ratio)
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     if not max_importance_ratio > 0:
@@ -197,6 +215,8 @@ def icepop_loss(
         >>> float(icepop_loss(inputs).metrics["is_masked"])
         1.0
     """
+    require_number("ratio_low", ratio_low)
+    require_number("ratio_high", ratio_high)
     if not 0 <= ratio_low <= ratio_high:
         raise ValueError(
             f"ratio_low and ratio_high must be 0 <= low <= high, got {ratio_low}, {ratio_high}"
@@ -237,6 +257,7 @@ def _loss(
     if kl not in ("forward", "reverse", "squared"):
         raise ValueError(f'kl must be "forward", "reverse" or "squared", got {kl!r}')
     for name, factor in {"adv_tau": adv_tau, "kl_tau": kl_tau}.items():
+        require_number(name, factor)
         if not math.isfinite(factor) or (name == "kl_tau" and factor < 0):
             raise ValueError(
                 f"{name} must be finite{', at least 0' * (name == 'kl_tau')}, got {factor}"
@@ -275,6 +296,7 @@ def _loss(
         metrics, counts = table.reduce()
         # What is bad is NaN in value and in gradient.
         bad = evidence.bad | ~(tokens.log_p.isfinite() & tokens.log_q.isfinite())
+        bad |= tokens.log_q > TOLERANCE  # a probability above 1, or none: -log q, say
         value = torch.where(bad, torch.nan, value)
         d_tokens = torch.where(bad, torch.nan, d_tokens)
         if d_entries is not None and d_tails is not None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rl_loss.head_rows import HeadRows
@@ -51,6 +52,9 @@ def reference_lm_head(
             return function(*args)
         return checkpoint(function, *args, use_reentrant=False)
 
+    for tensor in (hidden, weight, bias):  # where nothing is active they get zeros, not None
+        if tensor is not None:
+            out["logprobs"] = out["logprobs"] + tensor[:0].sum().to(new.dtype)
     # Broken rows are NaN in value and, through the product, in gradient.
     broken = rows.broken.nonzero()[:, 0]
     put("logprobs", broken, hidden[broken].sum(-1) * torch.nan)
@@ -109,7 +113,7 @@ def _dense(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ...]:
     n = len(chosen)
     entries, place = rows.entries(chosen)
     ids = rows.support.ids[entries].long()
-    raw = hidden[chosen] @ weight.T
+    raw = _Product.apply(hidden[chosen], weight)
     z = transform(raw, bias, rows.inv_temperature[chosen, None])
     logprobs = z.log_softmax(-1)
     known = rows.support.known[entries]
@@ -123,3 +127,22 @@ def _dense(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ...]:
         segment_logsumexp(logprobs[row, column], row, n),
         -p_log_p(logprobs).sum(-1),
     )
+
+
+class _Product(torch.autograd.Function):
+    """`a @ b.T`, whose backward autocast leaves alone, wherever it is called."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        a, b = ctx.saved_tensors
+        with torch.autocast(a.device.type, enabled=False):
+            grads = upstream @ b, upstream.T @ a
+        return tuple(
+            g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True)
+        )

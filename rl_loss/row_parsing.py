@@ -34,6 +34,12 @@ def read_rows(rows: Iterable[Any], kind: Any) -> Columns:
     except TypeError as error:
         raise ValueError(f"rows must be a sequence of rows, got {short(rows)}") from error
     kind = per_row("kind", kind, len(rows), torch.int8, "cpu").clone()
+    at_once = _from_lists(rows)
+    if at_once is not None:
+        ids, logprobs, counts = at_once
+        none = torch.tensor([row is None for row in rows], dtype=torch.bool)
+        kind[none & (kind != RowKind.FAILED)] = int(RowKind.NONE)
+        return Columns(ids, logprobs, ~logprobs.isnan(), counts, kind)
     parts = [_row_tensors(f"rows[{i}]", row) for i, row in enumerate(rows)]
     for i, row in enumerate(rows):
         if row is None and kind[i] != RowKind.FAILED:
@@ -42,6 +48,37 @@ def read_rows(rows: Iterable[Any], kind: Any) -> Columns:
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     ids, logprobs, known = columns or _row_tensors("rows", None)
     return Columns(ids, logprobs, known, counts, kind)
+
+
+def _from_lists(rows: list[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Ids, log-probabilities and counts of well-formed rows of lists, ten times as fast as row by
+    row; None where any row is something else, or not well-formed."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    counts = []
+    for row in rows:
+        kept, q = ((), None) if row is None else row if _is_pair(row) else (None, None)
+        if not isinstance(kept, (list, tuple)) or not isinstance(q, (list, tuple, type(None))):
+            return None
+        q = (math.nan,) * len(kept) if q is None else q
+        if len(q) != len(kept):
+            return None
+        ids += kept
+        logprobs += q
+        counts.append(len(kept))
+    if not set(map(type, ids)) <= {int} or not set(map(type, logprobs)) <= {float, int}:
+        return None
+    if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+        return None
+    try:
+        q_all = torch.tensor(logprobs, dtype=torch.float32)
+    except (OverflowError, RuntimeError):
+        return None
+    return torch.tensor(ids, dtype=torch.int32), q_all, torch.tensor(counts, dtype=torch.int64)
+
+
+def _is_pair(row: Any) -> bool:
+    return isinstance(row, (tuple, list)) and len(row) == 2
 
 
 def _row_tensors(name: str, row: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from rl_loss.arguments import is_integral, require_tensor
+from rl_loss.arguments import is_integral, require_count, require_tensor
 from rl_loss.support import TOLERANCE, RowKind, Support, first_row, rows_of_entries
 
 # An engine without weights is seen by its uniform rows. Up to so many ids may well be alike.
 _FEW = 8
 _UNIFORM_WITHIN = 1e-5
+# No model's logits lie so far apart, at any temperature in use; those masked with -1e4 do.
+_FILLED = -5000.0
 
 
 def _check(bad: Tensor, message: Callable[[int], str]) -> None:
@@ -85,8 +86,7 @@ def validate_support(
     inference_logprobs: Tensor | None,
 ) -> None:
     """See `Support.validate`."""
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, Integral) or vocab_size < 1:
-        raise ValueError(f"vocab_size must be an int of at least 1, got {vocab_size!r}")
+    require_count("vocab_size", vocab_size, 1)
     support, n = support.to("cpu"), len(support)
     require_tensor("labels", labels)
     for name, tensor in {
@@ -94,8 +94,15 @@ def validate_support(
         "active": active,
         "inference_logprobs": inference_logprobs,
     }.items():
-        if tensor is not None and require_tensor(name, tensor).numel() != n:
+        if tensor is None:
+            continue
+        if require_tensor(name, tensor).numel() != n:
             raise ValueError(f"{name} must have {n} rows, got {tuple(tensor.shape)}")
+        if tensor.shape not in (labels.shape, (n,)):
+            raise ValueError(
+                f"{name} must be {tuple(labels.shape)} as labels, or [{n}], got "
+                f"{tuple(tensor.shape)}"
+            )
     if not is_integral(labels):
         raise ValueError(f"labels must be integers, got {labels.dtype}")
     if active is not None and active.dtype != torch.bool:
@@ -126,6 +133,13 @@ def _check_probabilities(support: Support, on: Tensor) -> None:
     _check(
         on[rows] & (kind[rows] == RowKind.DRAWS) & ~support.known,
         lambda e: f"known must be True for every draw, got False in row {int(rows[e])}",
+    )
+    _check(
+        read & (kind[rows] == RowKind.REPLAY) & (logq < _FILLED),
+        lambda e: (
+            f"sampler_logprobs of id {int(support.ids[e])} in row {int(rows[e])} is "
+            f"{float(logq[e]):.6g}: was the sampler's mask a finite value instead of -inf?"
+        ),
     )
     q = torch.where(read, logq.double().exp(), 0.0)
     total = tail.double().index_add(0, rows, q)

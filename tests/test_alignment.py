@@ -267,3 +267,12 @@ def test_bounds_of_padded_sequences_are_refused():
     mask = torch.ones(2, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"cu_seqlens needs packed input_ids \[T\], got \(2, 2\)"):
         aligned_rows(mask.long(), mask, support=None, cu_seqlens=torch.tensor([0, 2, 4]))
+
+
+def test_rows_move_to_a_device_and_the_mask_stays():
+    ids, mask = torch.tensor([[3, 4, 5]]), torch.ones(1, 3, dtype=torch.bool)
+    rows = aligned_rows(ids, mask, support=None, advantages=torch.ones(1, 3))
+    moved = rows.to("meta")
+    assert moved.labels.device.type == moved.support.device.type == "meta"
+    assert moved.per_token["advantages"].device.type == "meta"
+    assert moved.active is rows.active

@@ -18,13 +18,24 @@ from rl_loss.packing import unpack_entries
 from rl_loss.support import RowKind
 
 INF = math.inf
+ASKED = (RowKind.NONE, RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS)
 
 
 @pytest.fixture(autouse=True)
 def _on_the_kernels(monkeypatch):
+    """Small blocks, so that small rows have many, and no new memory that happens to hold zeros."""
     if INTERPRETED:
+        import rl_loss.kernels.capture as kernels
+
         narrow = (torch.float32, torch.bfloat16, torch.float16)
         monkeypatch.setattr(capture_module, "_has_kernels", lambda logits: logits.dtype in narrow)
+        for name, value in {"_BLOCK": 32, "_GROUP": 2, "_LIST": 32, "_ROWS": 16}.items():
+            monkeypatch.setattr(kernels, name, value)
+        torch.use_deterministic_algorithms(True)  # fills what is only allocated with NaN
+        yield
+        torch.use_deterministic_algorithms(False)
+    else:
+        yield
 
 
 def test_in_the_interpreter():
@@ -83,7 +94,7 @@ def log_q(row):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (37, 131), (5, 4099)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (17, 131), (3, 1031)])
 def test_replay_rows_hold_the_whole_kept_set(shape, dtype):
     logits, sampled = masked_logits(*shape, dtype=dtype)
     rows = capture_support(logits, sampled, kind=RowKind.REPLAY)
@@ -96,7 +107,9 @@ def test_replay_rows_hold_the_whole_kept_set(shape, dtype):
 
 
 @pytest.mark.parametrize("vocab", [257, 151936])
-def test_replay_is_as_good_as_log_softmax_in_float64_rounded(vocab):
+def test_replay_is_as_good_as_log_softmax_in_float64_rounded(vocab, monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr("rl_loss.kernels.capture._BLOCK", 512)
     logits, sampled = masked_logits(3, vocab)
     rows = capture_support(logits, sampled, kind=RowKind.REPLAY)
     recorded = torch.cat([logprobs for _, logprobs in entries_of(rows)])
@@ -155,14 +168,15 @@ def test_head_rows_hold_the_sampled_and_the_top_ids_once(top, dtype):
 @pytest.mark.parametrize("top", [1, 3, 40, 300])
 @pytest.mark.parametrize("level", [False, True], ids=["distinct", "ties"])
 def test_the_likeliest_ids_of_a_row_of_many_blocks(top, level):
-    vocab = 9 * 1024 + 77
+    ninth = 70 if INTERPRETED else 1030  # and so many blocks
+    vocab = 9 * ninth + 2
     logits, sampled = masked_logits(4, vocab, keep=1.1)
     if level:
         logits = logits.mul(0.5).round()
-    logits[1, 1024:8192] = -INF  # blocks without a kept id
+    logits[1, ninth : 8 * ninth] = -INF  # blocks without a kept id
     logits[2, 100:] = -INF
-    logits[3, 5:4000] += 40  # all the likeliest in a few blocks
-    sampled = torch.tensor([vocab - 1, 8192, 99, 9000])  # far from the likeliest
+    logits[3, 5 : 4 * ninth] += 40  # all the likeliest in a few blocks
+    sampled = torch.tensor([vocab - 1, 8 * ninth, 99, 9 * ninth])  # far from the likeliest
     rows = capture_support(logits, sampled, kind=RowKind.HEAD, top=top)
     for i, (ids, logprobs) in enumerate(entries_of(rows)):
         q = log_q(logits[i])
@@ -241,6 +255,33 @@ def test_draws_follow_q_whatever_was_sampled():
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
+def test_draws_reach_every_block_that_q_puts_something_on():
+    row = torch.full((150,), -INF)
+    row[55:70] = torch.arange(15) / 5  # across the bound of two blocks, blocks of nothing around
+    row[[100, 149]] = 2.0
+    q = log_q(row).exp()
+    rows = capture_support(
+        row[None],
+        torch.tensor([149]),
+        kind=RowKind.DRAWS,
+        draws=200 if INTERPRETED else 20000,
+        generator=torch.Generator().manual_seed(1),
+    )
+    statistic, freedom = chi_square(entries_of(rows)[0][0], q)
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_no_draw_of_an_excluded_id_however_the_sums_are_rounded(monkeypatch):
+    logits = torch.full((20, 72), -INF)
+    logits[:, 1:16] = torch.randn(20, 15, generator=torch.Generator().manual_seed(0))
+    logits[:, 64:] = -100.0  # nothing of it is left in a sum
+    largest = 1 - 2**-24
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, largest).to(DEVICE))
+    rows = capture_support(logits, torch.full((20,), 1), kind=RowKind.DRAWS, draws=1)
+    for ids, _ in entries_of(rows):
+        assert 1 <= ids[0] < 16
+
+
 @pytest.mark.parametrize("draws", [1, 2, 9])
 def test_draws_keep_their_number_repeats_and_logprobs(draws):
     logits, sampled = masked_logits(11, 47)
@@ -270,12 +311,12 @@ def test_unusable_rows_are_failed_and_harm_no_neighbour(kind):
     good = entries_of(capture(logits, sampled))
     logits, sampled = logits.clone(), sampled.clone()
     logits[0, 3] = math.nan
-    logits[2, 5] = INF
+    logits[2, 28] = INF
     logits[3] = -INF
     logits[5, sampled[5]] = -INF
-    sampled[6], sampled[8] = 29, -1
+    sampled[6], sampled[8], sampled[1] = 29, -1, 2**32 + int(sampled[1])
     rows = capture(logits, sampled)
-    failed = [0, 2, 3, 5, 6, 8]
+    failed = [0, 1, 2, 3, 5, 6, 8]
     for i, (entries, unharmed) in enumerate(zip(entries_of(rows), good, strict=True)):
         if i in failed:
             assert rows.counts[i] == -1
@@ -284,24 +325,23 @@ def test_unusable_rows_are_failed_and_harm_no_neighbour(kind):
             assert rows.tail_mass[i] == 1
         else:
             assert rows.kind[i] == kind
-            if kind == RowKind.DRAWS:  # other rows' distributions do not move a row's draws
-                assert len(entries[0]) == len(unharmed[0])
-            else:
-                assert entries[0] == unharmed[0]
-                assert torch.equal(entries[1], unharmed[1])
+            assert entries[0] == unharmed[0]
+            assert torch.equal(entries[1], unharmed[1])
 
 
 @pytest.mark.parametrize("kind", [RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS])
 def test_finite_logits_too_far_apart_for_float32_fail_their_row(kind):
     """What is kept is what is finite, though the difference of two logits may overflow."""
-    far = torch.tensor([[1e38, -1e38, 3e38], [1e38, -INF, 3e38], [0.0, 2.0, 1.0]])
-    rows = capture_support(far, torch.tensor([2, 2, 1]), kind=kind, top=2)
+    far = torch.full((3, 40), -INF)  # of ids 0, 1 and 39: in the first and the last block
+    far[:, [0, 1, 39]] = torch.tensor([[1e38, 3e38, -1e38], [1e38, 3e38, -INF], [0.0, 2.0, 1.0]])
+    rows = capture_support(far, torch.tensor([1, 1, 1]), kind=kind, top=2)
     assert rows.kind.tolist() == [RowKind.FAILED, kind, kind]
     assert rows.counts[0] == -1
     assert rows.tail_mass[0] == 1
     assert rows.sampled_logprobs[0].isnan()
     if kind == RowKind.REPLAY:
-        assert [entries and entries[0] for entries in entries_of(rows)] == [None, [0, 2], [0, 1, 2]]
+        kept = [entries and entries[0] for entries in entries_of(rows)]
+        assert kept == [None, [0, 1], [0, 1, 39]]
         assert entries_of(rows)[1][1].tolist() == pytest.approx([-2e38, 0.0])
     # The same gap in float64, which only the recorded float32 cannot hold.
     wide = torch.tensor([[0.0, -1e300], [0.0, -INF]], dtype=torch.float64)
@@ -354,6 +394,16 @@ def test_rows_that_do_not_fit_are_failed_and_the_others_whole(widths, capacity, 
     torch.testing.assert_close(rows.sampled_logprobs, expected, atol=1e-6, rtol=0)
 
 
+def test_of_more_rows_than_are_compared_at_once_the_narrow_ones_fit():
+    widths = [3 if i % 4 else 5 for i in range(60 if INTERPRETED else 1100)]
+    logits, sampled = rows_of_widths(widths, vocab=5)
+    narrow = 3 * sum(width == 3 for width in widths)
+    rows = capture_support(logits, sampled, kind=RowKind.REPLAY, capacity=narrow + 5 * 10)
+    expected = [width if width == 3 or i // 4 < 10 else -1 for i, width in enumerate(widths)]
+    assert rows.counts.tolist() == expected
+    assert rows.needed == sum(widths)
+
+
 def test_unusable_rows_take_no_room():
     logits, sampled = rows_of_widths([3, 5, 2])
     logits[1, 0] = math.nan
@@ -362,26 +412,65 @@ def test_unusable_rows_take_no_room():
 
 
 @pytest.mark.parametrize("chunk_elements", [200] if INTERPRETED else [1, 200, 2**22])
-def test_mixed_kinds_in_one_call_equal_each_kind_alone(chunk_elements, monkeypatch):
+@pytest.mark.parametrize("draws", [3, 300])  # narrower and wider than what a HEAD row takes
+def test_mixed_kinds_in_one_call_equal_each_kind_alone(chunk_elements, draws, monkeypatch):
     monkeypatch.setattr(capture_module, "_CHUNK_ELEMENTS", chunk_elements)
-    logits, sampled = masked_logits(20, 53)
+    logits, sampled = masked_logits(12, 53)
     logits[7, 2] = math.nan
-    kind = torch.arange(20).remainder(5).sub(1).to(torch.int8)
-    kind[19] = 9  # no such kind
-    rows = capture_support(logits, sampled, kind=kind, top=4, draws=3)
-    alone = {k: entries_of(capture_support(logits, sampled, kind=k, top=4)) for k in RowKind}
+    kind = torch.arange(12).remainder(4).to(torch.int8)
+    rows = capture_support(logits, sampled, kind=kind, top=4, draws=draws)
+    alone = {k: entries_of(capture_support(logits, sampled, kind=k, top=4)) for k in ASKED}
     for i, entries in enumerate(entries_of(rows)):
-        if i in (7, 19) or kind[i] == RowKind.FAILED:
+        if i == 7:
             assert entries is None
             assert rows.kind[i] == RowKind.FAILED
             continue
         assert rows.kind[i] == kind[i]
         if kind[i] == RowKind.DRAWS:
-            assert len(entries[0]) == 3
+            assert len(entries[0]) == draws
             torch.testing.assert_close(entries[1], log_q(logits[i])[entries[0]].float())
         else:
             assert entries[0] == alone[int(kind[i])][i][0]
             assert torch.equal(entries[1], alone[int(kind[i])][i][1])
+
+
+@pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="the kernels'")
+def test_kinds_on_the_device_are_those_on_the_host():
+    """There the host does not know which kinds there are, nor whether they are any."""
+    from rl_loss.kernels.capture import capture_rows
+
+    logits, sampled = (part.to(DEVICE) for part in masked_logits(14, 70))
+    kind = torch.tensor([0, 1, 2, 3, 9, -1, -5] * 2, dtype=torch.int8)
+    generator = torch.Generator(DEVICE)
+
+    def capture(kind):
+        options = 2000, True, True, 5, 4, generator.manual_seed(0), -1
+        return CapturedRows(*capture_rows(logits, sampled, kind.to(DEVICE), *options))
+
+    mixed = capture(kind)
+    assert mixed.kind.tolist() == [0, 1, 2, 3, -1, -1, -1] * 2
+    assert (mixed.counts.cpu()[(kind < 0) | (kind > 3)] == -1).all()
+    entries = entries_of(mixed)
+    for asked in (RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS):
+        alone = capture(torch.tensor([asked], dtype=torch.int8).expand(14))
+        for i in (kind == asked).nonzero()[:, 0].tolist():
+            ids, logprobs = entries_of(alone)[i]
+            assert entries[i][0] == ids
+            assert torch.equal(entries[i][1], logprobs)
+            assert mixed.tail_mass[i] == alone.tail_mass[i]
+            assert mixed.sampled_logprobs[i] == alone.sampled_logprobs[i]
+
+
+@pytest.mark.gpu
+def test_a_pinned_kind_may_be_written_again_at_once():
+    logits, sampled = (part.cuda() for part in masked_logits(8, 4099))
+    kind = torch.full((8,), int(RowKind.REPLAY), dtype=torch.int8).pin_memory()
+    expected = capture_module.capture_support(logits, sampled, kind=kind)
+    torch.cuda._sleep(200_000_000)  # the copy of the kinds has to wait
+    rows = capture_module.capture_support(logits, sampled, kind=kind)
+    kind.fill_(RowKind.HEAD)
+    assert torch.equal(rows.kind, expected.kind)
+    assert torch.equal(rows.packed, expected.packed)
 
 
 def test_the_default_capacity_is_what_the_rows_can_need_up_to_a_bound(monkeypatch):
@@ -399,14 +488,14 @@ def test_the_default_capacity_is_what_the_rows_can_need_up_to_a_bound(monkeypatc
     assert capacity(kind=RowKind.REPLAY) == 100
 
 
-@pytest.mark.parametrize("kind", list(RowKind))
+@pytest.mark.parametrize("kind", ASKED)
 def test_no_rows(kind):
     rows = capture_support(torch.empty(0, 5), torch.empty(0, dtype=torch.int64), kind=kind)
     assert rows.packed.shape == rows.counts.shape == rows.kind.shape == (0,)
     assert rows.tail_mass.shape == rows.sampled_logprobs.shape == (0,)
 
 
-@pytest.mark.parametrize("kind", list(RowKind))
+@pytest.mark.parametrize("kind", ASKED)
 @pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="a kernel reads real memory")
 def test_no_value_is_read_on_the_host(kind, draws):
@@ -502,7 +591,11 @@ def test_to_support_keeps_rows_kinds_and_tails():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"processed_logits": torch.zeros(3)}, "processed_logits must be a floating-point"),
+        ({"processed_logits": torch.zeros(3)}, "processed_logits must be float64, .* \\[R, V\\]"),
+        (
+            {"processed_logits": torch.zeros(2, 4).to(torch.float8_e4m3fn)},
+            "processed_logits must be .* got torch.float8_e4m3fn",
+        ),
         ({"processed_logits": torch.zeros(2, 4, dtype=torch.int64)}, "got torch.int64 \\[2, 4\\]"),
         ({"processed_logits": torch.zeros(2, 0)}, "processed_logits must .* got V = 0"),
         (
@@ -522,7 +615,13 @@ def test_to_support_keeps_rows_kinds_and_tails():
             "kind must be torch.int8 \\[2\\], got .*int64",
         ),
         ({"kind": torch.zeros(1, dtype=torch.int8)}, "kind must be torch.int8 \\[2\\], got"),
-        ({"kind": 4}, "kind must be a RowKind .* got 4"),
+        ({"kind": 4}, "kind must be NONE, REPLAY, HEAD or DRAWS, .* got 4"),
+        ({"kind": RowKind.FAILED}, "kind must .* got <RowKind.FAILED"),
+        (
+            {"kind": torch.tensor([1, 7], dtype=torch.int8)},
+            "kind must be NONE, REPLAY, HEAD or DRAWS, got 7 in row 1",
+        ),
+        ({"generator": 3}, "generator must be a torch.Generator, got int"),
         ({"kind": "replay"}, "kind must .* got 'replay'"),
         ({"kind": True}, "kind must .* got True"),
         ({"capacity": -1}, "capacity must be an int of at least 0, got -1"),

@@ -200,8 +200,10 @@ def test_sequences_that_were_not_recorded_are_refused():
 
 @pytest.mark.parametrize("kind", [RowKind.HEAD, RowKind.DRAWS])
 def test_rows_over_the_vocabulary_are_refused_where_the_sampler_truncates(kind):
+    # A processor of the caller's own, of which no option tells.
+    few = transformers.LogitsProcessorList([transformers.TopKLogitsWarper(9)])
     with pytest.raises(ValueError, match=f"kind must be REPLAY .* got {kind.name}, .*step 0 keeps"):
-        sample(make(), SupportRecorder(kind), top_p=0.2, top_k=0)
+        sample(make(), SupportRecorder(kind), top_p=1.0, top_k=0, logits_processor=few)
 
 
 def test_options_of_another_name_are_refused():
@@ -301,3 +303,17 @@ def test_the_example(monkeypatch, capsys, tmp_path):
         assert float(printed["importance_ratio_max"]) == pytest.approx(1, abs=1e-5)
         assert float(printed["score_centering/uncentered"]) == 0
         assert 1 < float(printed["score_centering/support_size"]) < 512
+
+
+@pytest.mark.parametrize("kind", [RowKind.HEAD, RowKind.DRAWS])
+@pytest.mark.parametrize(("option", "value"), [("top_p", 0.999), ("top_k", 90), ("min_p", 0.01)])
+def test_a_truncation_is_refused_where_rows_are_normalised_over_v(kind, option, value):
+    options = {"top_p": 1.0, "top_k": 0, option: value}
+    with pytest.raises(ValueError, match=rf"{option} must be .* with {kind.name} rows.* {value}"):
+        sample(make(), SupportRecorder(kind), **options)
+    sample(make(), SupportRecorder(kind), top_p=1.0, top_k=0)
+
+
+def test_another_decoding_loop_is_refused():
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be left out"):
+        sample(make(), SupportRecorder(), prompt_lookup_num_tokens=2)

@@ -725,6 +725,7 @@ def test_a_draw_without_q_is_nan():
 
 def test_errors_name_the_argument():
     inputs, support = batch_inputs()
+    full = replace(inputs, loss_weights=torch.ones(12))
 
     def fails(match, **changes):
         with pytest.raises(ValueError, match=match):
@@ -748,8 +749,17 @@ def test_errors_name_the_argument():
     )
     fails(r"support_offsets must be integers", support_offsets=offsets.float())
     fails(r"support_valid must be", support_valid=torch.ones(2, dtype=torch.bool))
-    fails(r"sampler_tail_mass must have 12 rows", sampler_tail_mass=torch.ones(2))
-    fails(r"trainer_tail_logprobs must have 12 rows", trainer_tail_logprobs=torch.ones(2))
+    fails(r"sampler_tail_mass must be \(12,\) as loss_mask", sampler_tail_mass=torch.ones(2))
+    for name in (
+        "trainer_logprobs", "advantages", "loss_weights", "trainer_support_logprobs",
+        "support_valid", "support_offsets", "sampler_tail_mass", "support_kind",
+        "trainer_tail_logprobs",
+    ):  # fmt: skip
+        fails(f"{name} must be a tensor, got list", **{name: [0.0] * 12})
+        fails(f"{name} must be on cpu .* got meta", **{name: getattr(full, name).to("meta")})
+    fails(r"support_kind must be integers", support_kind=torch.full((12,), 2.5))
+    fails(r"inference_logprobs must be floating point", inference_logprobs=torch.zeros(12).long())
+    fails(r"trainer_tail_logprobs must be \(12,\)", trainer_tail_logprobs=torch.ones(2))
     with pytest.raises(ValueError, match="kl must be"):
         icepop_loss(inputs, kl="both")
     with pytest.raises(ValueError, match="ratio_low and ratio_high"):
@@ -762,6 +772,10 @@ def test_errors_name_the_argument():
         ipo_loss(inputs, adv_tau=math.nan)
     with pytest.raises(ValueError, match="max_importance_ratio"):
         ipo_loss(inputs, max_importance_ratio=0.0)
+    with pytest.raises(ValueError, match="adv_tau must be a number, got '1'"):
+        ipo_loss(inputs, adv_tau="1")
+    with pytest.raises(ValueError, match="eps must be a number, got None"):
+        ipo_loss(inputs, eps=None)
     z, labels = torch.randn(12, V), torch.zeros(12, dtype=torch.int64)
     active = torch.arange(12) != 7
     out = fused_lm_head(z, torch.eye(V), labels, active=active)
@@ -770,6 +784,51 @@ def test_errors_name_the_argument():
         LossInputs.from_head(out, None, **given, loss_mask=torch.ones(12, dtype=torch.bool))
     with pytest.raises(ValueError, match="support must be the head's"):
         LossInputs.from_head(out, support, **given)
+    with pytest.raises(ValueError, match="loss_mask must be a tensor, got list"):
+        LossInputs.from_head(out, None, **given, loss_mask=[True] * 12)
+    with pytest.raises(ValueError, match="output must be an LMHeadOutput, got Tensor"):
+        LossInputs.from_head(z, None, **given)
+
+
+def test_another_support_of_the_same_size_is_refused():
+    rows = [([5, 2], [-0.7, -0.7]), None, ([1], [0.0])]
+    support, turned = Support.from_rows(rows), Support.from_rows([rows[1], rows[0], rows[2]])
+    out = fused_lm_head(torch.randn(3, 4), torch.randn(9, 4), torch.tensor([5, 0, 1]), support)
+    given = {"inference_logprobs": torch.zeros(3), "advantages": torch.zeros(3)}
+    with pytest.raises(ValueError, match="support must be the one that the head was called with"):
+        LossInputs.from_head(out, turned, **given)
+    LossInputs.from_head(out, Support.from_rows(rows), **given)
+
+
+def test_rows_turned_against_the_mask_are_refused():
+    """A transposed tensor has as many values, of other rows."""
+    inputs, _ = batch_inputs()
+    shaped = {
+        name: getattr(inputs, name).reshape(3, 4)
+        for name in (
+            "trainer_logprobs",
+            "inference_logprobs",
+            "advantages",
+            "loss_weights",
+            "loss_mask",
+        )
+    }
+    rows = ("sampler_tail_mass", "support_kind", "trainer_tail_logprobs")
+    same = {name: getattr(inputs, name).reshape(3, 4) for name in rows}
+    out = reinforce_loss(replace(inputs, **shaped, **same))
+    assert torch.equal(out.per_token_loss.flatten(), reinforce_loss(inputs).per_token_loss)
+    for name in rows:
+        with pytest.raises(ValueError, match=rf"{name} must be \(3, 4\).* got \(4, 3\)"):
+            reinforce_loss(replace(inputs, **shaped, **{name: same[name].reshape(4, 3)}))
+
+
+def test_a_sampled_token_with_a_probability_above_one_is_nan():
+    """As a negated log-probability, or the probability itself, would be."""
+    inputs, _ = batch_inputs()
+    logq = inputs.inference_logprobs.clone()
+    logq[0], logq[1] = 0.5, 5e-4  # the second is rounding
+    out = icepop_loss(replace(inputs, inference_logprobs=logq))
+    assert out.per_token_loss.isnan().nonzero()[:, 0].tolist() == [0]
 
 
 # --- who calls it ---

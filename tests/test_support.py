@@ -730,3 +730,13 @@ def test_wide_rows_take_no_tiles_and_only_where_enough_come_together():
     again = pickle.loads(pickle.dumps(two))
     assert again.plan_for(v).wide.tolist() == [0, 2]
     assert two[2:].plan_for(v).wide.tolist() == []
+
+
+@given(rows=st.lists(st.none() | st.lists(st.integers(0, 40), unique=True, max_size=5), max_size=6))
+def test_rows_of_lists_and_of_tensors_are_the_same(rows):
+    """Lists take a way of their own."""
+    lists = [None if ids is None else (ids, [-0.1 * len(ids)] * len(ids)) for ids in rows]
+    tensors = [row and tuple(map(torch.tensor, row)) for row in lists]
+    one, other = Support.from_rows(lists), Support.from_rows(tensors)
+    for name in ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from rl_loss.capture import capture_support
 from rl_loss.support import TOLERANCE, RowKind, Support
 
 FAILED, NONE, REPLAY, HEAD, DRAWS = RowKind
@@ -416,6 +417,22 @@ def test_small_labels_do_not_wrap_around():
     for vocab in (256, 300, 70_000):
         support.validate(torch.tensor([200], dtype=torch.uint8), vocab)
         support.validate(torch.tensor([100], dtype=torch.int8), vocab)
+
+
+@pytest.mark.parametrize("filler", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_a_mask_that_is_no_minus_infinity_is_told(filler):
+    logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(0))
+    logits[:, 3:9] = filler
+    rows = capture_support(logits, torch.tensor([0, 1]), kind=RowKind.REPLAY)
+    with pytest.raises(ValueError, match=r"id 3 in row 0 is -.*finite value instead of -inf"):
+        rows.to_support().validate(torch.tensor([0, 1]), 12)
+
+
+def test_shapes_that_are_turned_against_each_other():
+    support, labels = Support.empty(6), torch.zeros(2, 3, dtype=torch.int64)
+    support.validate(labels, 4, active=torch.ones(6, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"active must be \(2, 3\) as labels, or \[6\], got"):
+        support.validate(labels, 4, active=torch.ones(3, 2, dtype=torch.bool))
 
 
 def test_nothing_is_changed():

@@ -73,6 +73,25 @@ class RecordedRows(NamedTuple):
     loss_mask: Tensor  # [B, T] bool, the tokens that were sampled, the end-of-sequence included
 
 
+# Options of `generate` that exclude ids, and their values that do not.
+_TRUNCATING: dict[str, tuple[float, ...]] = {
+    "top_k": (0,),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+}
+# Options that `generate` hands to another loop than the sampling one.
+_OTHER_LOOPS = (
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "penalty_alpha",
+    "dola_layers",
+)
+
+
 class SupportRecorder:
     """Records what `model.generate` sampled each token from, while it samples.
 
@@ -90,9 +109,10 @@ class SupportRecorder:
             `generator`.
 
     Raises:
-        ValueError: a kind that records nothing; at sampling time a greedy or beam search, a
-            recorder among the logits processors, or HEAD or DRAWS of a distribution that was
-            truncated (to less than half of the vocabulary).
+        ValueError: a kind that records nothing; at sampling time a greedy or beam search or
+            another decoding loop, a recorder among the logits processors, or HEAD or DRAWS of a
+            distribution that is truncated (by an option of `generate`, or by a processor to less
+            than half of the vocabulary).
 
     Example:
         >>> recorder = SupportRecorder()
@@ -139,6 +159,17 @@ class SupportRecorder:
             raise ValueError("do_sample must be True: a greedy search has no distribution")
         if (generation_config.num_beams or 1) > 1:
             raise ValueError(f"num_beams must be 1, got {generation_config.num_beams}")
+        for option in _OTHER_LOOPS:
+            if getattr(generation_config, option, None) or model_kwargs.get(option) is not None:
+                raise ValueError(f"{option} must be left out: it asks for another decoding loop")
+        if self.kind != RowKind.REPLAY:
+            for option, off in _TRUNCATING.items():
+                value = getattr(generation_config, option, None)
+                if value is not None and value not in off:
+                    raise ValueError(
+                        f"{option} must be {off[0]} with {self.kind.name} rows, which are "
+                        f"normalised over V, got {value}: record REPLAY"
+                    )
         self._start(input_ids)
         self._sampling = True
         try:

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 512  # ids: fewer make more facts to join, more make more ids to read again
+_ROWS = 1024  # widths compared at a time
+_LIST = 1024  # ids of a row that may be among its likeliest
 _GROUP = 8  # blocks of one program: a program of one costs more to start than to run
 
 
@@ -43,12 +45,14 @@ def _block_facts_kernel(
     if (asked >= 1) & (asked <= 3):
         z_row, lane = logits + row * stride, tl.arange(0, BLOCK)
         start = group * GROUP
+        end = tl.minimum(start + GROUP, blocks)
         v = start * BLOCK + lane
         z_ahead = tl.load(z_row + v, mask=v < V, other=float("-inf"))
-        for block in range(start, tl.minimum(start + GROUP, blocks)):
+        for block in range(start, end):
             z = z_ahead.to(tl.float32)
+            # The next block is on its way while this one is looked at.
             v += BLOCK
-            z_ahead = tl.load(z_row + v, mask=v < V, other=float("-inf"))
+            z_ahead = tl.load(z_row + v, mask=v < tl.minimum(V, end * BLOCK), other=float("-inf"))
             bad = (z != z) | (z == float("inf"))
             z = tl.where(bad, float("-inf"), z)
             finite = z > float("-inf")
@@ -173,6 +177,7 @@ def _top_kernel(
         m_block = tl.load(largest + here, mask=inside, other=float("-inf"))
         falling = tl.sort(m_block, descending=True)
         bound = tl.max(tl.where(lane == K - 1, falling, float("-inf")), axis=0)
+        bound = tl.where(K == 0, float("inf"), bound)
         own_block = lane == token // BLOCK
         hit = (m_block > float("-inf")) & ((m_block >= bound) | own_block)
         nth = tl.cumsum(hit.to(tl.int32), axis=0) - 1
@@ -265,14 +270,13 @@ def _draws_kernel(
     """One draw of a DRAWS row: the id where the running sum of q passes its uniform number."""
     row, j = (tl.program_id(0) // draws).to(tl.int64), tl.program_id(0) % draws
     if (tl.load(kind + row) == 3) & (tl.load(needed + row) > 0):
-        u = tl.load(uniform + row * draws + j)
         lane = tl.arange(0, LANES)
         part = tl.load(mass + row * blocks + lane, mask=lane < blocks, other=0.0)
         upto = tl.cumsum(part, axis=0)
+        u = tl.load(uniform + row * draws + j) * tl.max(upto, axis=0)
         block = tl.min(tl.where((upto > u) & (part > 0), lane, LANES), axis=0)
-        # Rounding may leave the sum below u: then it is the last id that q puts something on.
-        last = tl.max(tl.where(part > 0, lane, 0), axis=0)
-        block = tl.where(block < LANES, block, last)
+        # Sums are rounded one by one: none may pass u, in the row or then in the block.
+        block = tl.where(block < LANES, block, tl.max(tl.where(part > 0, lane, 0), axis=0))
         before = tl.sum(tl.where(lane < block, part, 0.0), axis=0)
         m, total = tl.load(top + row), tl.load(log_total + row)
         v = block * BLOCK + tl.arange(0, BLOCK)
@@ -280,7 +284,7 @@ def _draws_kernel(
         q = tl.exp((z - m) - total)
         inside = before + tl.cumsum(q, axis=0)
         token = tl.min(tl.where((inside > u) & (q > 0), v, V), axis=0)
-        token = tl.where(token < V, token, tl.max(tl.where(q > 0, v, 0), axis=0))
+        token = tl.where(token < V, token, tl.max(tl.where(z > float("-inf"), v, 0), axis=0))
         z = tl.load(logits + row * stride + token).to(tl.float32)
         tl.store(narrow + row * W + j, _packed((z - m) - total, token))
 
@@ -402,10 +406,10 @@ def capture_rows(
     )  # fmt: skip
     if head:
         hits = smallest.view(torch.int32)  # not read any more
-        listed = new(r, 1024, dtype=torch.int32)
+        listed = new(r, _LIST, dtype=torch.int32)
         _top_kernel[(r,)](
             logits, sampled, asked, largest, mass, top, log_total, needed, narrow, tail, hits,
-            listed, v, narrow_width, top_ids, blocks, stride, LANES=lanes, LIST=1024,
+            listed, v, narrow_width, top_ids, blocks, stride, LANES=lanes, LIST=_LIST,
             BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     if draws:
@@ -414,7 +418,7 @@ def capture_rows(
             logits, uniform, asked, mass, top, log_total, needed, narrow, v, narrow_width, draws,
             blocks, stride, LANES=lanes, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
-    _fit_kernel[(r,)](needed, asked, counts, kind, tail, needed_in_all, r, capacity, TILE=1024)
+    _fit_kernel[(r,)](needed, asked, counts, kind, tail, needed_in_all, r, capacity, TILE=_ROWS)
     ends = counts.clamp(min=0).cumsum(0)
     packed = torch.full((capacity,), unused, dtype=torch.int64, device=logits.device)
     copied = 128  # narrow entries of one program
