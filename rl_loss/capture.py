@@ -320,10 +320,11 @@ def _check_arguments(
         )
     if isinstance(kind, Tensor):
         _check_rows("kind", kind, num_rows, (torch.int8,))
-        wrong = (kind < RowKind.NONE) | (kind > RowKind.DRAWS)
-        if kind.device.type == "cpu" and wrong.any():
-            row = first_row(wrong)
-            raise ValueError(f"kind must be {_ASKED}, got {int(kind[row])} in row {row}")
+        if kind.device.type == "cpu":
+            wrong = (kind < RowKind.NONE) | (kind > RowKind.DRAWS)
+            if wrong.any():
+                row = first_row(wrong)
+                raise ValueError(f"kind must be {_ASKED}, got {int(kind[row])} in row {row}")
     elif isinstance(kind, bool) or not isinstance(kind, int) or kind not in range(4):
         raise ValueError(f"kind must be {_ASKED}, or an int8 tensor [R] of them, got {kind!r}")
     if capacity is not None:
