@@ -3,10 +3,11 @@
 from rl_loss.alignment import AlignedRows, aligned_rows
 from rl_loss.capture import CapturedRows, capture_support
 from rl_loss.capture_stream import CaptureStream
+from rl_loss.csr import RowKind
 from rl_loss.lm_head import FusedLMHead, LMHeadOutput, fused_lm_head
 from rl_loss.losses import LossInputs, LossOutputs, icepop_loss, ipo_loss, reinforce_loss
 from rl_loss.one_pass import fused_lm_head_loss
-from rl_loss.support import RowKind, Support
+from rl_loss.support import Support
 
 __all__ = [
     "AlignedRows",

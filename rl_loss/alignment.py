@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rl_loss.arguments import is_integral, numbers, require_tensor
-from rl_loss.support import Support, first_row
+from rl_loss.csr import first_row
+from rl_loss.support import Support
 
 
 class AlignedRows(NamedTuple):

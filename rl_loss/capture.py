@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from rl_loss.arguments import require_count
+from rl_loss.csr import RowKind, first_row
 from rl_loss.host import launching_on
 from rl_loss.packing import pack_entries
-from rl_loss.support import RowKind, Support, first_row
+from rl_loss.support import Support
 
 _MAX_DEFAULT_CAPACITY = 16 * 2**20  # entries: a buffer of 128 MiB
 _CHUNK_ELEMENTS = 2**22  # logits of one chunk: about 200 MiB of temporaries

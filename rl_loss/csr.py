@@ -21,6 +21,11 @@ class RowKind(IntEnum):
 NONE, REPLAY, HEAD, DRAWS = (int(kind) for kind in list(RowKind)[1:])
 
 
+# How far probabilities that a sampler reports may be from adding up to 1, and a sampled token's
+# entry from the log-probability reported for it.
+TOLERANCE = 1e-3
+
+
 class HostFacts(NamedTuple):
     """What the host knows of a support wherever its tensors are (CPU tensors)."""
 

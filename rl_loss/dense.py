@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_loss.csr import RowKind
 from rl_loss.head_rows import HeadRows
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
-from rl_loss.support import RowKind
 
 _CHUNK = 2**24  # the most logits that are held at a time
 _VOCAB_BLOCK = 8192  # weight rows that are converted to the accumulation dtype at a time

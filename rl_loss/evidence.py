@@ -8,9 +8,8 @@ from einops import repeat
 from torch import Tensor
 
 from rl_loss.arguments import is_integral, require_tensor
-from rl_loss.csr import DRAWS, HEAD, NONE, REPLAY, first_row, rows_of_entries
+from rl_loss.csr import DRAWS, HEAD, NONE, REPLAY, TOLERANCE, first_row, rows_of_entries
 from rl_loss.host import host_sees
-from rl_loss.support import TOLERANCE
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rl_loss.arguments import require_number
-from rl_loss.csr import NONE, REPLAY, HeadPlan
+from rl_loss.csr import NONE, REPLAY, HeadPlan, RowKind, first_row
 from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.segments import segment_sum
-from rl_loss.support import RowKind, Support, first_row
+from rl_loss.support import Support
 from rl_loss.validation import check_ids, check_labels, check_recorded
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rl_loss.csr import RowKind
 from rl_loss.dense import Dense, dense_bwd, dense_fwd
 from rl_loss.gathered import SparseRows
 from rl_loss.head_rows import (
@@ -26,7 +27,7 @@ from rl_loss.kernel_head import kernel_head
 from rl_loss.kernel_inputs import HeadScalars, HeadTensors
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.reference import reference_lm_head
-from rl_loss.support import RowKind, Support
+from rl_loss.support import Support
 from rl_loss.validation import check_recorded
 
 

@@ -10,11 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from rl_loss.arguments import require_number, require_tensor
 from rl_loss.centering import expected_score
+from rl_loss.csr import TOLERANCE, first_row
 from rl_loss.evidence import read_evidence, read_tokens, to_entries
 from rl_loss.host import host_sees
 from rl_loss.metrics import Metrics, MetricTable, centering_metrics, token_metrics
 from rl_loss.sampler_kl import Direction, sampler_kl
-from rl_loss.support import TOLERANCE, first_row
 from rl_loss.weighting import IcePop, Ipo, Reinforce, Rule
 
 

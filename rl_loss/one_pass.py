@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_loss.csr import RowKind
 from rl_loss.gradient_sums import GradientSums
 from rl_loss.head_rows import (
     check_options,
@@ -23,7 +24,7 @@ from rl_loss.lm_head import fused_lm_head, head_inputs
 from rl_loss.logits import accumulation_dtype
 from rl_loss.losses import LossInputs, LossOutputs, icepop_loss, ipo_loss, reinforce_loss
 from rl_loss.metrics import combine_metrics
-from rl_loss.support import RowKind, Support
+from rl_loss.support import Support
 
 _LOSSES = (ipo_loss, icepop_loss, reinforce_loss)
 

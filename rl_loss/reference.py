@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from rl_loss.csr import RowKind
 from rl_loss.head_rows import HeadRows
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
 from rl_loss.segments import segment_logsumexp, segment_sum
-from rl_loss.support import RowKind
 
 # The most elements of a gathered block of weight rows, or of a block of logits.
 _BLOCK = 2**23

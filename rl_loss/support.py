@@ -11,7 +11,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rl_loss.arguments import is_integral, numbers
 from rl_loss.csr import (
-    TILE,
     HeadPlan,
     HostFacts,
     RowKind,
@@ -33,21 +32,6 @@ from rl_loss.row_parsing import (
     read_padded,
     read_rows,
 )
-
-__all__ = [
-    "TILE",
-    "TOLERANCE",
-    "HeadPlan",
-    "HostFacts",
-    "RowKind",
-    "Support",
-    "first_row",
-    "rows_of_entries",
-]
-
-# How far probabilities that a sampler reports may be from adding up to 1, and a sampled token's
-# entry from the log-probability reported for it.
-TOLERANCE = 1e-3
 
 _FIELDS = ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass")
 

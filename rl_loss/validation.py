@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rl_loss.arguments import is_integral, require_count, require_tensor
-from rl_loss.support import TOLERANCE, RowKind, Support, first_row, rows_of_entries
+from rl_loss.csr import TOLERANCE, RowKind, first_row, rows_of_entries
+from rl_loss.support import Support
 
 # An engine without weights is seen by its uniform rows. Up to so many ids may well be alike.
 _FEW = 8

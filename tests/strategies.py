@@ -7,7 +7,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from rl_loss.support import RowKind, Support
+from rl_loss.csr import RowKind
+from rl_loss.support import Support
 
 # The same examples in every run.
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from strategies import PROPERTY, assert_rows, build, mixed_rows, tagged_row, tagged_rows
 
 from rl_loss.alignment import aligned_rows
-from rl_loss.support import RowKind, Support
+from rl_loss.csr import RowKind
+from rl_loss.support import Support
 
 NO_EVIDENCE = tagged_row(1024, RowKind.NONE, 0, 0, 0)
 

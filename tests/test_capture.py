@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rl_loss.capture as capture_module
 from rl_loss.capture import CapturedRows
+from rl_loss.csr import RowKind
 from rl_loss.packing import unpack_entries
-from rl_loss.support import RowKind
 
 INF = math.inf
 ASKED = (RowKind.NONE, RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS)

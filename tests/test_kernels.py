@@ -8,7 +8,7 @@ from factory import outputs, random_batch, relative_error, weighted_sum
 from interpreter import DEVICE, INTERPRETED, run_interpreted
 
 from rl_loss import LossInputs, RowKind, Support, fused_lm_head, icepop_loss
-from rl_loss.support import HostFacts
+from rl_loss.csr import HostFacts
 
 kernels = pytest.mark.skipif(
     not INTERPRETED and DEVICE == "cpu",

@@ -24,8 +24,9 @@ from strategies import (
 )
 from torch.utils.data import DataLoader, Dataset
 
+from rl_loss.csr import RowKind, rows_of_entries
 from rl_loss.packing import pack_entries
-from rl_loss.support import RowKind, Support, rows_of_entries
+from rl_loss.support import Support
 
 FAILED, NONE, REPLAY, HEAD, DRAWS = RowKind
 NAN = math.nan

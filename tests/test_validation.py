@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rl_loss.capture import capture_support
-from rl_loss.support import TOLERANCE, RowKind, Support
+from rl_loss.csr import TOLERANCE, RowKind
+from rl_loss.support import Support
 
 FAILED, NONE, REPLAY, HEAD, DRAWS = RowKind
 INF, NAN = math.inf, math.nan

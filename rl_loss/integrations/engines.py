@@ -11,7 +11,8 @@ from itertools import pairwise
 from reprlib import repr as short
 from typing import Any
 
-from rl_loss.support import TOLERANCE, Support
+from rl_loss.csr import TOLERANCE
+from rl_loss.support import Support
 
 # JSON cannot hold -inf: what vLLM's server writes in its place.
 _JSON_MINUS_INF = -9999.0

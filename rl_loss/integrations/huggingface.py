@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from rl_loss.capture import capture_support
+from rl_loss.csr import RowKind
 from rl_loss.logits import LogitTransform
-from rl_loss.support import RowKind, Support
+from rl_loss.support import Support
 
 
 @torch.no_grad()
