@@ -56,8 +56,9 @@ class Workload:
 
 def data_folder() -> Path | None:
     """Where the real supports are, if anywhere: the folder that `RL_LOSS_DATA` names."""
-    folder = Path(os.environ.get("RL_LOSS_DATA", ""))
-    return folder if (folder / "smollm2_top_p95.npz").exists() else None
+    given = os.environ.get("RL_LOSS_DATA")
+    there = given is not None and (Path(given) / "smollm2_top_p95.npz").exists()
+    return Path(given) if there else None
 
 
 def real_rows(folder: Path) -> tuple[Workload, dict[str, np.ndarray]]:

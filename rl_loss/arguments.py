@@ -16,10 +16,11 @@ def require_tensor(name: str, value: Any) -> Tensor:
     return value
 
 
-def require_number(name: str, value: Any) -> None:
-    """Refuses what is no real number (a bool is none, a NumPy scalar is one)."""
+def require_number(name: str, value: Any) -> float:
+    """A real number as a float (a bool or a tensor is none, a NumPy scalar is one)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {short(value)}")
+    return float(value)
 
 
 def require_count(name: str, value: Any, least: int) -> None:

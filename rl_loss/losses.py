@@ -63,8 +63,8 @@ class LossInputs:
             loss_weights: `[...]`.
 
         Raises:
-            ValueError: a support that is not the head's; on the CPU a loss token that was not
-                active in the head (on a GPU its loss is NaN).
+            ValueError: a support of other rows than the head's; on the CPU also one of other ids,
+                and a loss token that was not active in the head (on a GPU its loss is NaN).
         """
         if not hasattr(output, "support_valid"):
             raise ValueError(f"output must be an LMHeadOutput, got {type(output).__name__}")
@@ -103,13 +103,8 @@ class LossInputs:
                 f"{output.support_logprobs.numel()} entries), got {len(support)} rows, "
                 f"{support.nnz} entries"
             )
-        if not _same_rows(support, getattr(output, "support", None)):
-            raise ValueError(
-                "support must be the one that the head was called with, got other rows of the same "
-                "number of entries"
-            )
         inputs.trainer_support_logprobs = output.support_logprobs
-        inputs.sampler_support_logprobs = support.sampler_logprobs
+        inputs.sampler_support_logprobs = _of_head(support, getattr(output, "support", None))
         inputs.support_valid = output.support_valid
         inputs.sampler_tail_mass = support.sampler_tail_mass
         inputs.trainer_tail_logprobs = output.trainer_tail_logprobs
@@ -118,12 +113,20 @@ class LossInputs:
         return inputs
 
 
-def _same_rows(support: Any, headed: Any) -> bool:
-    """Whether rows and kinds are those of the head's own support, as far as the host knows."""
+def _of_head(support: Any, headed: Any) -> Tensor:
+    """The support's log-probabilities, NaN where the head's had another id (on a GPU)."""
+    logprobs = support.sampler_logprobs
     if headed is None or support is headed or torch.compiler.is_compiling():
-        return True
-    one, other = support.host, headed.host
-    return torch.equal(one.offsets, other.offsets) and torch.equal(one.kind, other.kind)
+        return logprobs
+    same = all(
+        torch.equal(getattr(support.host, name), getattr(headed.host, name))
+        for name in ("offsets", "kind")
+    )
+    if host_sees(logprobs.device):
+        same = same and torch.equal(support.ids, headed.ids)
+    if not same:
+        raise ValueError("support must be the one that the head was called with, got other rows")
+    return torch.where(support.ids == headed.ids, logprobs, torch.nan)
 
 
 @dataclass
@@ -167,7 +170,7 @@ def ipo_loss(
     Raises:
         ValueError: a shape, dtype or device that does not fit, or an option out of range. A
             loss token with evidence that no number may come of (a FAILED row, probabilities
-            that are not finite or do not add up to 1) is NaN.
+            that are not finite, above 1, or do not add up to 1) is NaN.
 
     Source: ipo of prime-rl; score centering: arXiv 2609.20807.
 
@@ -178,8 +181,8 @@ def ipo_loss(
         >>> out.per_token_loss.tolist()
         [-1.0, 1.0]
     """
-    require_number("eps", eps)
-    require_number("max_importance_ratio", max_importance_ratio)
+    eps = require_number("eps", eps)
+    max_importance_ratio = require_number("max_importance_ratio", max_importance_ratio)
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     if not max_importance_ratio > 0:
@@ -215,8 +218,8 @@ def icepop_loss(
         >>> float(icepop_loss(inputs).metrics["is_masked"])
         1.0
     """
-    require_number("ratio_low", ratio_low)
-    require_number("ratio_high", ratio_high)
+    ratio_low = require_number("ratio_low", ratio_low)
+    ratio_high = require_number("ratio_high", ratio_high)
     if not 0 <= ratio_low <= ratio_high:
         raise ValueError(
             f"ratio_low and ratio_high must be 0 <= low <= high, got {ratio_low}, {ratio_high}"
@@ -256,8 +259,8 @@ def _loss(
 ) -> LossOutputs:
     if kl not in ("forward", "reverse", "squared"):
         raise ValueError(f'kl must be "forward", "reverse" or "squared", got {kl!r}')
+    adv_tau, kl_tau = require_number("adv_tau", adv_tau), require_number("kl_tau", kl_tau)
     for name, factor in {"adv_tau": adv_tau, "kl_tau": kl_tau}.items():
-        require_number(name, factor)
         if not math.isfinite(factor) or (name == "kl_tau" and factor < 0):
             raise ValueError(
                 f"{name} must be finite{', at least 0' * (name == 'kl_tau')}, got {factor}"

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rl_loss.csr import RowKind
@@ -52,9 +51,11 @@ def reference_lm_head(
             return function(*args)
         return checkpoint(function, *args, use_reentrant=False)
 
-    for tensor in (hidden, weight, bias):  # where nothing is active they get zeros, not None
-        if tensor is not None:
-            out["logprobs"] = out["logprobs"] + tensor[:0].sum().to(new.dtype)
+    if not len(rows.gathered) and not len(rows.dense):
+        # Nothing is computed: the inputs get zeros and not None, from whatever output.
+        given = [tensor[:0].reshape(-1) for tensor in (hidden, weight, bias) if tensor is not None]
+        nothing = torch.cat([tensor.to(dtype) for tensor in given]).sum()
+        out = {name: value + nothing for name, value in out.items()}
     # Broken rows are NaN in value and, through the product, in gradient.
     broken = rows.broken.nonzero()[:, 0]
     put("logprobs", broken, hidden[broken].sum(-1) * torch.nan)
@@ -138,11 +139,10 @@ class _Product(torch.autograd.Function):
         return a @ b.T
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream):
         a, b = ctx.saved_tensors
+        need_a, need_b = ctx.needs_input_grad
         with torch.autocast(a.device.type, enabled=False):
-            grads = upstream @ b, upstream.T @ a
-        return tuple(
-            g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True)
-        )
+            d_a = _Product.apply(upstream, b.T) if need_a else None
+            d_b = _Product.apply(upstream.T, a.T) if need_b else None
+        return d_a, d_b

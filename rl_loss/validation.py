@@ -13,8 +13,8 @@ from rl_loss.support import Support
 # An engine without weights is seen by its uniform rows. Up to so many ids may well be alike.
 _FEW = 8
 _UNIFORM_WITHIN = 1e-5
-# No model's logits lie so far apart, at any temperature in use; those masked with -1e4 do.
-_FILLED = -5000.0
+# So far apart lie no model's logits at a temperature of 1e-3, but those masked with -1e9 do.
+_FILLED = -1e6
 
 
 def _check(bad: Tensor, message: Callable[[int], str]) -> None:

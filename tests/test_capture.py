@@ -271,6 +271,7 @@ def test_draws_reach_every_block_that_q_puts_something_on():
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
+@pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="the kernels'")
 def test_no_draw_of_an_excluded_id_however_the_sums_are_rounded(monkeypatch):
     logits = torch.full((20, 72), -INF)
     logits[:, 1:16] = torch.randn(20, 15, generator=torch.Generator().manual_seed(0))

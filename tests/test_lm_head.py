@@ -289,6 +289,7 @@ def test_no_rows_no_active_row_no_entries_one_id(impl, entropy):
 
     idle = random_batch(5, 4, 7).leaves()
     out = head(idle, impl, entropy=entropy, active=torch.zeros(5, dtype=torch.bool))
+    assert all(part.requires_grad for part in outputs(out))
     weighted_sum(outputs(out)).backward()
     for value in (*outputs(out), *idle.grads()):
         assert torch.equal(value, torch.zeros_like(value))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from factory import relative_error
@@ -772,6 +773,8 @@ def test_errors_name_the_argument():
         ipo_loss(inputs, adv_tau=math.nan)
     with pytest.raises(ValueError, match="max_importance_ratio"):
         ipo_loss(inputs, max_importance_ratio=0.0)
+    for name in ("adv_tau", "kl_tau", "eps", "max_importance_ratio"):
+        ipo_loss(inputs, **{name: np.float32(0.5)})
     with pytest.raises(ValueError, match="adv_tau must be a number, got '1'"):
         ipo_loss(inputs, adv_tau="1")
     with pytest.raises(ValueError, match="eps must be a number, got None"):
@@ -797,6 +800,12 @@ def test_another_support_of_the_same_size_is_refused():
     given = {"inference_logprobs": torch.zeros(3), "advantages": torch.zeros(3)}
     with pytest.raises(ValueError, match="support must be the one that the head was called with"):
         LossInputs.from_head(out, turned, **given)
+    # Rows of one width, as a top-k without a top-p keeps them: only the ids tell.
+    wide = Support.from_rows([([5, 2], [-0.7, -0.7]), ([1, 3], [-0.7, -0.7])])
+    headed = fused_lm_head(torch.randn(2, 4), torch.randn(9, 4), torch.tensor([5, 1]), wide)
+    two = {name: value[:2] for name, value in given.items()}
+    with pytest.raises(ValueError, match="support must be the one that the head was called with"):
+        LossInputs.from_head(headed, wide.select(torch.tensor([1, 0])), **two)
     LossInputs.from_head(out, Support.from_rows(rows), **given)
 
 

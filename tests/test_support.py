@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 import re
+import unittest.mock
 
 import pytest
 import torch
@@ -733,11 +734,35 @@ def test_wide_rows_take_no_tiles_and_only_where_enough_come_together():
     assert two[2:].plan_for(v).wide.tolist() == []
 
 
-@given(rows=st.lists(st.none() | st.lists(st.integers(0, 40), unique=True, max_size=5), max_size=6))
-def test_rows_of_lists_and_of_tensors_are_the_same(rows):
-    """Lists take a way of their own."""
-    lists = [None if ids is None else (ids, [-0.1 * len(ids)] * len(ids)) for ids in rows]
-    tensors = [row and tuple(map(torch.tensor, row)) for row in lists]
-    one, other = Support.from_rows(lists), Support.from_rows(tensors)
+def ids_lists():
+    return st.lists(st.integers(0, 40), unique=True, max_size=5)
+
+
+@PROPERTY
+@given(
+    rows=st.lists(st.none() | ids_lists(), max_size=6),
+    kind=st.sampled_from([RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS]),
+    logprobs=st.sampled_from([-0.25, -1, math.nan, None]),
+    form=st.sampled_from([list, tuple]),
+)
+def test_rows_of_lists_are_read_as_row_by_row(rows, kind, logprobs, form):
+    """Lists take a faster way of their own."""
+
+    def row(ids):
+        return form(ids), None if logprobs is None else form([logprobs] * len(ids))
+
+    rows = [None if ids is None else row(ids) for ids in rows]
+    one = Support.from_rows(rows, kind=kind)
+    with unittest.mock.patch("rl_loss.row_parsing._from_lists", return_value=None):
+        other = Support.from_rows(rows, kind=kind)
     for name in ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
+        one_value, other_value = getattr(one, name), getattr(other, name)
+        torch.testing.assert_close(one_value, other_value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "row", [([True], [-1.0]), ([1.5], [-1.0]), ([-1], [-1.0]), ([2**31], [-1.0]), ([1], ["a"])]
+)
+def test_a_bad_row_among_lists_is_named(row):
+    with pytest.raises(ValueError, match=r"rows\[1\]: (ids|logprobs) must be"):
+        Support.from_rows([([1, 2], [-0.7, -0.7]), row])

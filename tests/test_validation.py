@@ -420,7 +420,7 @@ def test_small_labels_do_not_wrap_around():
         support.validate(torch.tensor([100], dtype=torch.int8), vocab)
 
 
-@pytest.mark.parametrize("filler", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("filler", [-1e9, torch.finfo(torch.float32).min])
 def test_a_mask_that_is_no_minus_infinity_is_told(filler):
     logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(0))
     logits[:, 3:9] = filler

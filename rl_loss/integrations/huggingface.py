@@ -82,13 +82,13 @@ _TRUNCATING: dict[str, tuple[float, ...]] = {
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
+    "top_h": (),
 }
 # Options that `generate` hands to another loop than the sampling one.
 _OTHER_LOOPS = (
-    "assistant_model",
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
-    "penalty_alpha",
+    "use_mtp",
     "dola_layers",
 )
 
@@ -161,15 +161,15 @@ class SupportRecorder:
         if (generation_config.num_beams or 1) > 1:
             raise ValueError(f"num_beams must be 1, got {generation_config.num_beams}")
         for option in _OTHER_LOOPS:
-            if getattr(generation_config, option, None) or model_kwargs.get(option) is not None:
+            if getattr(generation_config, option, None):
                 raise ValueError(f"{option} must be left out: it asks for another decoding loop")
         if self.kind != RowKind.REPLAY:
             for option, off in _TRUNCATING.items():
                 value = getattr(generation_config, option, None)
                 if value is not None and value not in off:
                     raise ValueError(
-                        f"{option} must be {off[0]} with {self.kind.name} rows, which are "
-                        f"normalised over V, got {value}: record REPLAY"
+                        f"{option} must be {off[0] if off else 'unset'} with {self.kind.name} "
+                        f"rows, which are normalised over V, got {value}: record REPLAY"
                     )
         self._start(input_ids)
         self._sampling = True

@@ -177,7 +177,7 @@ def _top_kernel(
         m_block = tl.load(largest + here, mask=inside, other=float("-inf"))
         falling = tl.sort(m_block, descending=True)
         bound = tl.max(tl.where(lane == K - 1, falling, float("-inf")), axis=0)
-        bound = tl.where(K == 0, float("inf"), bound)
+        bound = tl.where(K == 0, float("inf"), bound)  # no block has to be read
         own_block = lane == token // BLOCK
         hit = (m_block > float("-inf")) & ((m_block >= bound) | own_block)
         nth = tl.cumsum(hit.to(tl.int32), axis=0) - 1
