@@ -79,19 +79,18 @@ def capture_support(
     - `REPLAY`: all of S, ids ascending; tail mass 0;
     - `HEAD`: the sampled token, then the `top` likeliest ids of S without it, ascending (so `top`
       others, or one less where the sampled token is among the likeliest; which of equal ones is
-      open); tail mass `Σ q_v` over
-      the rest of S, summed from the logits left out and not as 1 minus the recorded mass. The
-      trainer normalises such a row, and one of draws, over the whole vocabulary: neither is for a
-      sampler that truncates;
+      open); tail mass `Σ q_v` over the rest of S, summed from the logits left out and not as 1
+      minus the recorded mass. The trainer normalises such a row, and one of draws, over the whole
+      vocabulary: neither is for a sampler that truncates;
     - `DRAWS`: `draws` i.i.d. draws from q, apart from the sampled token, repeats kept; tail mass 0;
     - `NONE`: no entry, tail mass 1; the row is not looked at.
 
     A row is `FAILED` (count -1, tail mass 1) if it holds NaN or +inf or nothing finite, if its
     sampled token is excluded or outside `[0, V)`, if its logits lie so far apart that the log q of
     an id in S is -inf in float32 (the sampled log-probability is NaN in these cases), if `kind` on
-    the device says anything else, or if it does not fit into the buffer. Where not all rows
-    fit, the widest are given up first, so that most rows survive; those are whole and lie one after
-    the other in row order.
+    the device says anything else, or if it does not fit into the buffer. Where not all rows fit,
+    the widest are given up first, so that most rows survive; those are whole and lie one after the
+    other in row order.
 
     No device-to-host sync, no shape that depends on a value.
 

@@ -117,7 +117,7 @@ class CaptureStream:
         total = int(step.counts.clamp(min=0).sum())
         self.most_needed = max(self.most_needed, int(step.needed))
         packed = step.packed
-        step.packed, step.event = self._behind(packed, lambda: _to_host(packed[:total]), False)
+        step.packed, step.event = self._behind(packed, lambda: _to_host(packed[:total]), wait=False)
         self._copied += 1
 
     def _behind(

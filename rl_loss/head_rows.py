@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_loss.arguments import require_number
+from rl_loss.arguments import is_integral, require_number, require_tensor
 from rl_loss.csr import NONE, REPLAY, HeadPlan, RowKind, first_row
 from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
@@ -127,8 +127,7 @@ def check_options(
         raise ValueError(f'entropy must be None, "support" or "full", got {entropy!r}')
     if logits_dtype not in (None, torch.bfloat16):
         raise ValueError(f"logits_dtype must be None or torch.bfloat16, got {logits_dtype}")
-    require_number("workspace_mib", workspace_mib)
-    if not 0 < workspace_mib < math.inf:
+    if not 0 < require_number("workspace_mib", workspace_mib) < math.inf:
         raise ValueError(f"workspace_mib must be above 0 and finite, got {workspace_mib!r}")
     return logit_transform(softcap, logit_scale, logits_dtype is not None)
 
@@ -137,14 +136,13 @@ def logit_transform(
     softcap: float | None, logit_scale: float, rounded: bool = False
 ) -> LogitTransform:
     if softcap is not None:
-        require_number("softcap", softcap)
+        softcap = require_number("softcap", softcap)
         if not 0 < softcap < math.inf:
             raise ValueError(f"softcap must be above 0 and finite, got {softcap}")
-        softcap = float(softcap)
-    require_number("logit_scale", logit_scale)
+    logit_scale = require_number("logit_scale", logit_scale)
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale must be finite, got {logit_scale}")
-    return LogitTransform(softcap, float(logit_scale), rounded)
+    return LogitTransform(softcap, logit_scale, rounded)
 
 
 def flat_rows(
@@ -193,13 +191,12 @@ def check_tensors(
 ) -> None:
     """Refuses arguments whose types, shapes, dtypes or devices do not fit together."""
     for name, given in {"hidden": hidden, "weight": weight, "labels": labels}.items():
-        if not isinstance(given, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
+        require_tensor(name, given)
     if not (support is None or isinstance(support, Support)):
         raise ValueError(f"support must be a Support, got {type(support).__name__}")
     for name, option in {"bias": bias, "active": active}.items():
-        if not (option is None or isinstance(option, Tensor)):
-            raise ValueError(f"{name} must be a tensor, got {type(option).__name__}")
+        if option is not None:
+            require_tensor(name, option)
     for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
@@ -208,7 +205,7 @@ def check_tensors(
             f"hidden and weight must be [..., H] and [V, H], got {tuple(hidden.shape)} and "
             f"{tuple(weight.shape)}"
         )
-    if labels.dtype == torch.bool or labels.is_floating_point():
+    if not is_integral(labels):
         raise ValueError(f"labels must be integers, got {labels.dtype}")
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -230,10 +227,11 @@ def check_tensors(
         raise ValueError(f"active must be on {hidden.device} or the host, got {active.device}")
 
 
-def check_temperature(temperature: float) -> None:
-    require_number("temperature", temperature)
+def check_temperature(temperature: float) -> float:
+    temperature = require_number("temperature", temperature)
     if not 0 < temperature < math.inf or 1 / temperature == math.inf:
         raise ValueError(f"temperature must be above 0 and finite, got {temperature!r}")
+    return temperature
 
 
 def check_temperatures(temperature: Tensor, hidden: Tensor, shape: torch.Size) -> None:
@@ -256,8 +254,8 @@ def _inv_temperature(
     """`1 / T`, `[N]`; a bad T on a device gives NaN."""
     dtype = accumulation_dtype(hidden, weight)
     if not isinstance(temperature, Tensor):
-        check_temperature(temperature)
-        return torch.full((len(on),), 1.0 / temperature, dtype=dtype, device=hidden.device)
+        inv = 1.0 / check_temperature(temperature)
+        return torch.full((len(on),), inv, dtype=dtype, device=hidden.device)
     check_temperatures(temperature, hidden, shape)
     temperature = temperature.to(dtype).expand(shape).reshape(-1)
     good = (temperature > 0) & (temperature < torch.inf)

@@ -184,7 +184,7 @@ def head_inputs(
         check_temperatures(temperature, hidden, shape)
         temperatures, temperature = temperature.expand(shape).reshape(n).contiguous(), 1.0
     else:
-        check_temperature(temperature)
+        temperature = check_temperature(temperature)
     if active is None:
         on = torch.ones(shape, dtype=torch.bool, device=hidden.device)
     else:
@@ -205,7 +205,7 @@ def head_inputs(
         over_v=rows_over_v(support, plan, active, entropy == "full"),
     )
     scalars = HeadScalars(
-        temperature=float(temperature),
+        temperature=temperature,
         softcap=transform.softcap or 0.0,
         scale=transform.scale,
         rounded=transform.rounded,

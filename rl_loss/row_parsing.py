@@ -34,16 +34,13 @@ def read_rows(rows: Iterable[Any], kind: Any) -> Columns:
     except TypeError as error:
         raise ValueError(f"rows must be a sequence of rows, got {short(rows)}") from error
     kind = per_row("kind", kind, len(rows), torch.int8, "cpu").clone()
+    none = torch.tensor([row is None for row in rows], dtype=torch.bool)
+    kind[none & (kind != RowKind.FAILED)] = int(RowKind.NONE)
     at_once = _from_lists(rows)
     if at_once is not None:
         ids, logprobs, counts = at_once
-        none = torch.tensor([row is None for row in rows], dtype=torch.bool)
-        kind[none & (kind != RowKind.FAILED)] = int(RowKind.NONE)
         return Columns(ids, logprobs, ~logprobs.isnan(), counts, kind)
     parts = [_row_tensors(f"rows[{i}]", row) for i, row in enumerate(rows)]
-    for i, row in enumerate(rows):
-        if row is None and kind[i] != RowKind.FAILED:
-            kind[i] = RowKind.NONE
     counts = torch.tensor([len(ids) for ids, _, _ in parts], dtype=torch.int64)
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     ids, logprobs, known = columns or _row_tensors("rows", None)

@@ -10,6 +10,19 @@ from torch.utils._pytree import tree_flatten
 from rl_loss import RowKind, Support
 
 ALL_KINDS = (RowKind.REPLAY, RowKind.NONE, RowKind.HEAD, RowKind.DRAWS)
+TINY_MODEL = {  # of a transformers config
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from factory import TINY_MODEL
 from torch import nn
 
 from rl_loss.integrations.huggingface import logit_options
@@ -10,26 +11,14 @@ from rl_loss.support import Support
 
 transformers = pytest.importorskip("transformers")
 
-V = 97
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+V = TINY_MODEL["vocab_size"]
 CASES = {
     # name: (config, its own settings, what the options must say)
-    "gemma2": ("Gemma2", {"final_logit_softcapping": 30.0, "head_dim": 16}, (30.0, 1.0)),
+    "gemma2": ("Gemma2", {"final_logit_softcapping": 30.0}, (30.0, 1.0)),
     "cohere": ("Cohere", {"logit_scale": 0.0625}, (None, 0.0625)),
     "granite": ("Granite", {"logits_scaling": 4.0}, (None, 0.25)),
-    "qwen3": ("Qwen3", {"head_dim": 16}, (None, 1.0)),
-    "qwen3 with bias": ("Qwen3", {"head_dim": 16}, (None, 1.0)),
+    "qwen3": ("Qwen3", {}, (None, 1.0)),
+    "qwen3 with bias": ("Qwen3", {}, (None, 1.0)),
 }
 TOKENS = torch.randint(V, (2, 5), generator=torch.Generator().manual_seed(4))
 
@@ -37,7 +26,7 @@ TOKENS = torch.randint(V, (2, 5), generator=torch.Generator().manual_seed(4))
 def make(name, dtype=torch.float32):
     """A tiny model of random weights, with logits large enough for a soft cap to bend them."""
     family, settings, _ = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES | settings)
+    config = getattr(transformers, f"{family}Config")(**TINY_MODEL | settings)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     if name.endswith("bias"):

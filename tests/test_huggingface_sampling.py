@@ -7,26 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from factory import TINY_MODEL
 
 from rl_loss import LossInputs, RowKind, aligned_rows, fused_lm_head, icepop_loss
 from rl_loss.integrations.huggingface import SupportRecorder, logit_options
 
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-V, PAD, EOS = 97, 0, 2
+V, PAD, EOS = (TINY_MODEL[name] for name in ("vocab_size", "pad_token_id", "eos_token_id"))
 PROMPTS = torch.randint(3, V, (6, 5), generator=torch.Generator().manual_seed(1))
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": EOS,
-}
 SAMPLERS = {
     "top_p": {"temperature": 0.8, "top_p": 0.9, "top_k": 0},
     "top_k": {"temperature": 0.8, "top_p": 1.0, "top_k": 7},
@@ -38,7 +27,7 @@ SAMPLERS = {
 def make(family="Qwen3", ends=0.0):
     """A tiny model of random weights; with `ends` its head favours the end of the sequence."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, initializer_range=0.2)
+    config = getattr(transformers, f"{family}Config")(**TINY_MODEL, initializer_range=0.2)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     if ends:
         model.lm_head = torch.nn.Linear(32, V)
