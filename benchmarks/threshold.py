@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-import rl_loss.csr as csr
+import rl_loss.plan as plan
 from benchmarks.measure import environment, gpu_milliseconds, write_json
 from benchmarks.workloads import Workload, zipf_rows
 from rl_loss import fused_lm_head
@@ -18,7 +18,7 @@ from rl_loss import fused_lm_head
 
 def milliseconds(work: Workload, widest: float) -> float:
     """Kernel time of one forward and backward, rows above `widest` times V through products."""
-    csr.ENTRIES_A_PRODUCT, csr.ENTRIES_A_READ = widest, 0.0
+    plan.ENTRIES_A_PRODUCT, plan.ENTRIES_A_READ = widest, 0.0
     work.support.__dict__.pop("_plan_for", None)
     hidden, weight = work.hidden.requires_grad_(), work.weight.requires_grad_()
 

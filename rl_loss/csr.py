@@ -1,4 +1,4 @@
-"""Ragged rows: their kinds, their bounds, and what the host knows of both."""
+"""Ragged rows: their kinds, their bounds, what the host knows of both, and sums by row."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -34,67 +34,6 @@ class HostFacts(NamedTuple):
     complete: Tensor  # [N] bool: the row has entries and q is known for each
 
 
-class HeadPlan(NamedTuple):
-    """How the kernels of a head are launched: known on the host, so without a sync."""
-
-    tiles: Tensor  # [T] int64: row << 32 | number of the tile in its row; rows of one id have none
-    wide: Tensor  # [W] int64: REPLAY rows without tiles, wide enough for a product over V
-    over_v: Tensor  # [D] int64: the rows that are normalised over the vocabulary
-    max_width: int  # entries of the widest row, rounded up to a power of two
-    wide_on_host: Tensor  # [W] int64: `wide` as a CPU tensor
-    head: bool  # some row is HEAD
-    draws: bool  # some row is DRAWS
-    sound: bool  # no row failed to be recorded or was left empty
-
-
-TILE = 32  # entries of a tile
-
-# Where a row's product with all of V takes as long as gathering its entries, in entries a V, and
-# how many entries beyond that must come together for the weight to be read. Both sides grow with
-# H, so V alone decides. Measured on an H200 (`python -m benchmarks.threshold`), on no other GPU.
-ENTRIES_A_PRODUCT = 1 / 100
-ENTRIES_A_READ = 0.1
-
-
-def widest_gathered(vocab_size: int) -> float:
-    """The width up to which gathering a row is cheaper than its product with the vocabulary."""
-    return vocab_size * ENTRIES_A_PRODUCT
-
-
-def wide_rows(host: HostFacts, vocab_size: int) -> Tensor:
-    """The REPLAY rows that a product over the vocabulary is cheaper for, `[N]` bool."""
-    widths, least = host.offsets.diff(), widest_gathered(vocab_size)
-    wide = (host.kind == REPLAY) & (widths > least)
-    gain = float((widths[wide] - least).sum())
-    return wide if gain > vocab_size * ENTRIES_A_READ else torch.zeros_like(wide)
-
-
-def head_plan(host: HostFacts, device: torch.device, vocab_size: int | None = None) -> HeadPlan:
-    """The plan of rows of which the host knows `host`, its tensors on `device`; without a
-    vocabulary's size no row is wide."""
-    widths, replay = host.offsets.diff(), host.kind == REPLAY
-    wide = torch.zeros_like(replay) if vocab_size is None else wide_rows(host, vocab_size)
-    counts = torch.where(replay & ~wide & (widths > 1), (widths + TILE - 1) // TILE, 0)
-    total = int(counts.sum())
-    rows = torch.repeat_interleave(torch.arange(len(counts)), counts, output_size=total)
-    number = torch.arange(total) - (counts.cumsum(0) - counts)[rows]
-    widest = int(widths.max()) if len(widths) else 0
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return HeadPlan(
-        tiles=moved(rows << 32 | number),
-        wide=moved(wide.nonzero()[:, 0]),
-        wide_on_host=wide.nonzero()[:, 0],
-        over_v=moved(((host.kind >= 0) & ~replay).nonzero()[:, 0]),
-        max_width=1 << max(0, widest - 1).bit_length(),
-        head=bool((host.kind == HEAD).any()),
-        draws=bool((host.kind == DRAWS).any()),
-        sound=not ((host.kind != NONE) & (widths == 0)).any(),
-    )
-
-
 def first_row(bad: Tensor) -> int:
     """The index of the first True of a host mask."""
     return int(bad.to(torch.uint8).argmax())
@@ -119,3 +58,23 @@ def selected_entries(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     nnz = int(moved[-1])
     shift = offsets[:-1][rows] - moved[:-1]
     return torch.arange(nnz) + torch.repeat_interleave(shift, counts, output_size=nnz), moved
+
+
+# --- reductions over the entries of each row ---
+
+
+def segment_sum(values: Tensor, rows: Tensor, n: int) -> Tensor:
+    """Sums `values [nnz]` by `rows [nnz]` into `[n]`."""
+    return values.new_zeros(n).index_add(0, rows, values)
+
+
+def segment_logsumexp(values: Tensor, rows: Tensor, n: int) -> Tensor:
+    """Log-sum-exp of `values [nnz]` by `rows [nnz]`, `[n]`; -inf where a row has no entry."""
+    top = values.new_full((n,), -torch.inf)
+    top = top.scatter_reduce(0, rows, values.detach(), "amax")
+    some = top > -torch.inf
+    shift = torch.where(some | top.isnan(), top, 0.0)
+    total = segment_sum((values - shift[rows]).exp(), rows, n)
+    # An empty row is kept out of the logarithm, whose gradient there would be NaN.
+    empty = total == 0
+    return torch.where(empty, -torch.inf, shift + torch.where(empty, 1.0, total).log())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_loss.csr import RowKind
-from rl_loss.head_rows import HeadRows
+from rl_loss.flat_rows import FlatRows
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
 
 _CHUNK = 2**24  # the most logits that are held at a time
@@ -32,7 +32,7 @@ def dense_fwd(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
     bias: Tensor | None,  # [V]
-    rows: HeadRows,
+    rows: FlatRows,
     chosen: Tensor,  # [D]
     transform: LogitTransform,
     want_entropy: bool,
@@ -76,7 +76,7 @@ def dense_bwd(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: HeadRows,
+    rows: FlatRows,
     transform: LogitTransform,
     d_logprobs: Tensor | None,  # [N]
     d_support_logprobs: Tensor | None,  # [nnz]
@@ -162,7 +162,7 @@ def _logits(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: HeadRows,
+    rows: FlatRows,
     chosen: Tensor,
     transform: LogitTransform,
 ) -> Tensor:

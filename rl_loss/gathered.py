@@ -5,9 +5,9 @@ import warnings
 import torch
 from torch import Tensor
 
-from rl_loss.head_rows import HeadRows
+from rl_loss.csr import segment_logsumexp, segment_sum
+from rl_loss.flat_rows import FlatRows
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
-from rl_loss.segments import segment_logsumexp, segment_sum
 
 # The most elements of a gathered block of weight rows, where no sparse product exists.
 _BLOCK = 2**22
@@ -25,7 +25,7 @@ class SparseRows:
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V, H]
         bias: Tensor | None,  # [V]
-        rows: HeadRows,
+        rows: FlatRows,
         transform: LogitTransform,
         want_entropy: bool,
     ) -> None:
@@ -69,7 +69,7 @@ class SparseRows:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: HeadRows,
+        rows: FlatRows,
         transform: LogitTransform,
         upstreams: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
@@ -95,7 +95,7 @@ class SparseRows:
 
     def _lost(
         self,
-        rows: HeadRows,
+        rows: FlatRows,
         d_logprobs: Tensor | None,
         d_support_logprobs: Tensor | None,
         d_tail_logprobs: Tensor | None,
@@ -113,7 +113,7 @@ class SparseRows:
 
     def entry_grads(
         self,
-        rows: HeadRows,
+        rows: FlatRows,
         transform: LogitTransform,
         d_logprobs: Tensor | None,  # [N]
         d_support_logprobs: Tensor | None,  # [nnz]

@@ -9,9 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from rl_loss.csr import RowKind
 from rl_loss.dense import Dense, dense_bwd, dense_fwd
-from rl_loss.gathered import SparseRows
-from rl_loss.head_rows import (
-    HeadRows,
+from rl_loss.flat_rows import (
+    FlatRows,
     active_wide,
     check_options,
     check_temperature,
@@ -23,8 +22,9 @@ from rl_loss.head_rows import (
     rows_over_v,
     use_kernels,
 )
-from rl_loss.kernel_head import kernel_head
-from rl_loss.kernel_inputs import HeadScalars, HeadTensors
+from rl_loss.gathered import SparseRows
+from rl_loss.kernels.operators import kernel_head
+from rl_loss.kernels.records import HeadScalars, HeadTensors
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.reference import reference_lm_head
 from rl_loss.support import Support
@@ -347,7 +347,7 @@ class _FusedLMHead(torch.autograd.Function):
 
 
 def _outputs(
-    rows: HeadRows,
+    rows: FlatRows,
     gathered: SparseRows,
     dense: Dense,
     full: Dense | None,

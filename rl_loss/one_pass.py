@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_loss.csr import RowKind
-from rl_loss.gradient_sums import GradientSums
-from rl_loss.head_rows import (
+from rl_loss.flat_rows import (
     check_options,
     check_tensors,
     host_rows_over_v,
@@ -18,12 +17,14 @@ from rl_loss.head_rows import (
     use_kernels,
 )
 from rl_loss.host import launching_on
-from rl_loss.kernel_head import replayed_rows
-from rl_loss.kernel_inputs import HeadScalars, HeadTensors, head_entries, head_logits
+from rl_loss.kernels.gradient_sums import GradientSums
+from rl_loss.kernels.operators import replayed_rows
+from rl_loss.kernels.records import HeadScalars, HeadTensors, head_entries, head_logits
 from rl_loss.lm_head import fused_lm_head, head_inputs
 from rl_loss.logits import accumulation_dtype
-from rl_loss.losses import LossInputs, LossOutputs, icepop_loss, ipo_loss, reinforce_loss
-from rl_loss.metrics import combine_metrics
+from rl_loss.loss.inputs import LossInputs, LossOutputs
+from rl_loss.loss.losses import icepop_loss, ipo_loss, reinforce_loss
+from rl_loss.loss.metrics import combine_metrics
 from rl_loss.support import Support
 
 _LOSSES = (ipo_loss, icepop_loss, reinforce_loss)
@@ -207,10 +208,10 @@ class _Step:
     def _chunks(self, t: HeadTensors, out: Any, grads: Any, work: GradientSums) -> Tensor | None:
         """Every row over the vocabulary; the weight's gradient `[V, H]`, in the accumulation
         dtype, if it is needed."""
-        from rl_loss.blocks import add_product, grad_dtype, new_block, products, rows_of
-        from rl_loss.kernels.dense import add_stats, pick, to_grads
+        from rl_loss.kernels.block_passes import add_stats, pick, to_grads
+        from rl_loss.kernels.blocks import add_product, grad_dtype, new_block, products, rows_of
         from rl_loss.kernels.entry_grads import entry_grads
-        from rl_loss.kernels.gathered import normalise
+        from rl_loss.kernels.rows import normalise
 
         s, v = self.scalars, len(t.weight)
         acc, logits, entries = out.lse.dtype, head_logits(t, s), head_entries(t)

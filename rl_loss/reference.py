@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rl_loss.csr import RowKind
-from rl_loss.head_rows import HeadRows
+from rl_loss.csr import RowKind, segment_logsumexp, segment_sum
+from rl_loss.flat_rows import FlatRows
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
-from rl_loss.segments import segment_logsumexp, segment_sum
 
 # The most elements of a gathered block of weight rows, or of a block of logits.
 _BLOCK = 2**23
@@ -19,7 +18,7 @@ def reference_lm_head(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
     bias: Tensor | None,  # [V]
-    rows: HeadRows,
+    rows: FlatRows,
     transform: LogitTransform,
     entropy: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

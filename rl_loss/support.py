@@ -11,17 +11,15 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rl_loss.arguments import is_integral, numbers
 from rl_loss.csr import (
-    HeadPlan,
     HostFacts,
     RowKind,
     first_row,
-    head_plan,
     offsets_of,
     rows_of_entries,
     selected_entries,
-    widest_gathered,
 )
 from rl_loss.packing import pack_entries
+from rl_loss.plan import HeadPlan, head_plan, widest_gathered
 from rl_loss.row_parsing import (
     Columns,
     check_form,
@@ -32,6 +30,7 @@ from rl_loss.row_parsing import (
     read_padded,
     read_rows,
 )
+from rl_loss.validation import validate_support
 
 _FIELDS = ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass")
 
@@ -214,15 +213,15 @@ class Support:
 
     @classmethod
     def from_vllm(cls, mask: Any, logprobs: Any = None) -> "Support":
-        """REPLAY rows from vLLM's sampling mask; see `rl_loss.integrations.engines`."""
-        from rl_loss.integrations.engines import support_from_vllm
+        """REPLAY rows from vLLM's sampling mask; see `rl_loss.engines`."""
+        from rl_loss.engines import support_from_vllm
 
         return support_from_vllm(mask, logprobs)
 
     @classmethod
     def from_sglang(cls, mask: Any, logprobs: Any = None) -> "Support":
-        """REPLAY rows from SGLang's sampling mask; see `rl_loss.integrations.engines`."""
-        from rl_loss.integrations.engines import support_from_sglang
+        """REPLAY rows from SGLang's sampling mask; see `rl_loss.engines`."""
+        from rl_loss.engines import support_from_sglang
 
         return support_from_sglang(mask, logprobs)
 
@@ -394,8 +393,6 @@ class Support:
             Traceback (most recent call last):
             ValueError: labels[0] is 5, which its REPLAY row (2 ids) does not hold
         """
-        from rl_loss.validation import validate_support
-
         validate_support(self, labels, vocab_size, active, inference_logprobs)
         return self
 

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rl_loss.arguments import is_integral, require_count, require_tensor
 from rl_loss.csr import TOLERANCE, RowKind, first_row, rows_of_entries
-from rl_loss.support import Support
+
+if TYPE_CHECKING:
+    from rl_loss.support import Support
 
 # An engine without weights is seen by its uniform rows. Up to so many ids may well be alike.
 _FEW = 8
@@ -22,7 +25,7 @@ def _check(bad: Tensor, message: Callable[[int], str]) -> None:
         raise ValueError(message(first_row(bad)))
 
 
-def check_recorded(support: Support, active: Tensor | None) -> None:
+def check_recorded(support: "Support", active: Tensor | None) -> None:
     """Refuses active rows that the sampler failed to record or left empty (host tensors)."""
     kind, widths = support.host.kind, support.host.offsets.diff()
     on = torch.ones(len(kind), dtype=torch.bool) if active is None else active.reshape(-1)
@@ -40,7 +43,7 @@ def check_recorded(support: Support, active: Tensor | None) -> None:
 
 
 def check_labels(
-    labels: Tensor, vocab_size: int, support: Support | None, active: Tensor | None
+    labels: Tensor, vocab_size: int, support: "Support | None", active: Tensor | None
 ) -> None:
     """Refuses active labels outside the vocabulary or their REPLAY row (host tensors)."""
     labels = labels.reshape(-1).to(torch.int64)  # a uint8 compares modulo 256
@@ -64,7 +67,7 @@ def check_labels(
     )
 
 
-def check_ids(support: Support, vocab_size: int, active: Tensor | None) -> None:
+def check_ids(support: "Support", vocab_size: int, active: Tensor | None) -> None:
     """Refuses ids outside the vocabulary in active rows (host tensors)."""
     rows = support.entry_rows
     outside = support.ids >= vocab_size
@@ -80,7 +83,7 @@ def check_ids(support: Support, vocab_size: int, active: Tensor | None) -> None:
 
 
 def validate_support(
-    support: Support,
+    support: "Support",
     labels: Tensor,
     vocab_size: int,
     active: Tensor | None,
@@ -120,7 +123,7 @@ def validate_support(
         _check_reported(support, labels, vocab_size, reported, on)
 
 
-def _check_probabilities(support: Support, on: Tensor) -> None:
+def _check_probabilities(support: "Support", on: Tensor) -> None:
     kind, rows = support.kind, rows_of_entries(support.offsets, support.nnz)
     logq, tail = support.sampler_logprobs, support.sampler_tail_mass
     read = on[rows] & support.known
@@ -158,7 +161,7 @@ def _check_probabilities(support: Support, on: Tensor) -> None:
     )
 
 
-def _check_uniform(support: Support, vocab_size: int, on: Tensor) -> None:
+def _check_uniform(support: "Support", vocab_size: int, on: Tensor) -> None:
     rows = rows_of_entries(support.offsets, support.nnz)
     widths = support.offsets.diff()
     zeros = torch.zeros(len(on), dtype=torch.int64)
@@ -190,7 +193,7 @@ def _check_uniform(support: Support, vocab_size: int, on: Tensor) -> None:
 
 
 def _check_reported(
-    support: Support, labels: Tensor, vocab_size: int, reported: Tensor, on: Tensor
+    support: "Support", labels: Tensor, vocab_size: int, reported: Tensor, on: Tensor
 ) -> None:
     _check(
         on & ~((reported > -math.inf) & (reported <= TOLERANCE)),

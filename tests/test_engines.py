@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from rl_loss import LossInputs, icepop_loss
 from rl_loss.csr import RowKind
 from rl_loss.lm_head import fused_lm_head
-from rl_loss.losses import LossInputs, icepop_loss
 from rl_loss.support import Support
 
 V, N = 64, 12

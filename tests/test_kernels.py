@@ -109,7 +109,7 @@ def test_each_output_alone(which):
 @kernels
 def test_wide_rows_and_frequent_ids_take_the_narrow_blocks(monkeypatch):
     """Rows of more entries than a light program takes, ids in every row, one tile and many."""
-    import rl_loss.kernels.scattered as scattered
+    import rl_loss.kernels.entry_sums as scattered
 
     monkeypatch.setattr(
         scattered.gathered_sums,
@@ -128,7 +128,7 @@ def test_wide_rows_and_frequent_ids_take_the_narrow_blocks(monkeypatch):
 @kernels
 def test_hot_ids_on_the_tensor_cores(monkeypatch):
     """The dense product of the most frequent ids, inactive rows holding NaN."""
-    import rl_loss.gradient_sums as gradient_sums
+    import rl_loss.kernels.gradient_sums as gradient_sums
     import rl_loss.kernels.hot_ids as hot_ids
 
     monkeypatch.setattr(hot_ids, "HOT", 16)
@@ -158,10 +158,10 @@ def test_hot_ids_on_the_tensor_cores(monkeypatch):
 @pytest.mark.parametrize("entropy", ["support", "full"])
 def test_wide_rows_through_products_over_the_vocabulary(dtype, kinds, entropy, monkeypatch):
     """Rows of all of V, of most of it, and narrow ones; two rows a block."""
-    import rl_loss.csr as csr
+    import rl_loss.plan as plan
 
-    monkeypatch.setattr(csr, "ENTRIES_A_PRODUCT", 0.4)
-    monkeypatch.setattr(csr, "ENTRIES_A_READ", 0.0)
+    monkeypatch.setattr(plan, "ENTRIES_A_PRODUCT", 0.4)
+    monkeypatch.setattr(plan, "ENTRIES_A_READ", 0.0)
     batch = random_batch(12, 9, 29, kinds=kinds, dtype=dtype, widths=(29, 1, 20, 3, 14))
     assert len(batch.support.plan_for(29).wide) >= 2
     workspace = 2 * 29 * 8 / 2**20
@@ -173,7 +173,7 @@ def test_wide_rows_through_products_over_the_vocabulary(dtype, kinds, entropy, m
 @pytest.mark.parametrize("kinds", [MIXED, (RowKind.NONE,), (RowKind.HEAD,)], ids=str)
 def test_blocks_of_ids_and_of_rows(dtype, kinds, monkeypatch):
     """V no multiple of a block; a block of 7 ids for 3 rows."""
-    import rl_loss.blocks as blocks
+    import rl_loss.kernels.blocks as blocks
 
     monkeypatch.setattr(blocks, "_LEAST_IDS", 7)
     batch = random_batch(13, 6, 31, kinds=kinds, dtype=dtype)
@@ -204,10 +204,10 @@ def test_full_vocabulary_logits_far_below_zero():
 @kernels
 def test_a_masked_logit_above_the_support_does_not_overflow(monkeypatch):
     """A wide row is normalised over its support, whatever the ids outside it have."""
-    import rl_loss.csr as csr
+    import rl_loss.plan as plan
 
-    monkeypatch.setattr(csr, "ENTRIES_A_PRODUCT", 0.1)
-    monkeypatch.setattr(csr, "ENTRIES_A_READ", 0.0)
+    monkeypatch.setattr(plan, "ENTRIES_A_PRODUCT", 0.1)
+    monkeypatch.setattr(plan, "ENTRIES_A_READ", 0.0)
     hidden = torch.ones(2, 1, device=DEVICE, requires_grad=True)
     weight = torch.arange(12.0, device=DEVICE)[:, None].requires_grad_()
     with torch.no_grad():
@@ -247,10 +247,10 @@ def test_repeated_draws_of_a_hot_id_all_count(monkeypatch):
 @kernels
 @pytest.mark.parametrize("kinds", [(RowKind.HEAD,), (RowKind.REPLAY,)], ids=str)
 def test_a_backward_under_autocast_keeps_its_products(kinds, monkeypatch):
-    import rl_loss.csr as csr
+    import rl_loss.plan as plan
 
-    monkeypatch.setattr(csr, "ENTRIES_A_PRODUCT", 0.1)
-    monkeypatch.setattr(csr, "ENTRIES_A_READ", 0.0)
+    monkeypatch.setattr(plan, "ENTRIES_A_PRODUCT", 0.1)
+    monkeypatch.setattr(plan, "ENTRIES_A_READ", 0.0)
     batch = on_device(random_batch(5, 8, 31, kinds=kinds, dtype=torch.float32, widths=(9, 12)))
     plain, other = batch.leaves(), batch.leaves()
     head(plain, "triton").logprobs.sum().backward()
@@ -276,10 +276,10 @@ def test_a_nan_upstream_spoils_the_bias_of_its_own_ids_alone():
 @pytest.mark.parametrize("masked", [False, True])
 def test_compiled_without_a_bias(frozen, masked, monkeypatch):
     """One input frozen, a mask on the host, a wide row whose plan was made before."""
-    import rl_loss.csr as csr
+    import rl_loss.plan as plan
 
-    monkeypatch.setattr(csr, "ENTRIES_A_PRODUCT", 0.4)
-    monkeypatch.setattr(csr, "ENTRIES_A_READ", 0.0)
+    monkeypatch.setattr(plan, "ENTRIES_A_PRODUCT", 0.4)
+    monkeypatch.setattr(plan, "ENTRIES_A_READ", 0.0)
     batch = random_batch(9, 6, 21, kinds=(RowKind.REPLAY,), dtype=torch.float32, widths=(15, 3))
     batch, active = on_device(batch), torch.arange(9) != 4 if masked else None
     assert len(batch.support.plan_for(21).wide)
@@ -303,7 +303,7 @@ def test_compiled_without_a_bias(frozen, masked, monkeypatch):
 
 @kernels
 def test_hidden_sizes_beyond_one_block(monkeypatch):
-    import rl_loss.kernels.gathered as gathered
+    import rl_loss.kernels.rows as gathered
 
     shape = {"WHOLE_H": False, "R": 2, "BLOCK_H": 16, "num_warps": 2}
     monkeypatch.setattr(gathered, "_logits_shape", lambda h, width: shape)
@@ -341,7 +341,7 @@ def test_inactive_rows_may_hold_anything(poison, where, kinds):
 @kernels
 def test_rows_that_break_a_rule_are_nan(monkeypatch):
     """A label outside its row, an id outside V, a temperature of 0: value and hidden gradient."""
-    import rl_loss.head_rows as head_rows
+    import rl_loss.flat_rows as head_rows
 
     monkeypatch.setattr(head_rows, "host_sees", lambda device: False)
     batch = random_batch(8, 6, 21, kinds=(RowKind.REPLAY,), widths=(4, 1))
@@ -465,7 +465,7 @@ def test_arguments_of_any_stride(what, kinds):
 @kernels
 def test_ids_outside_the_vocabulary_touch_nothing(monkeypatch):
     """So many of one id that the weight gradient takes them for a frequent one's run."""
-    import rl_loss.kernels.scattered as scattered
+    import rl_loss.kernels.entry_sums as scattered
 
     defaults = {**scattered.gathered_sums.__kwdefaults__, "heavy": 4}
     monkeypatch.setattr(scattered.gathered_sums, "__kwdefaults__", defaults)

@@ -199,7 +199,7 @@ def test_nan_in_an_active_row_is_not_hidden(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_what_only_a_device_can_see_is_nan_in_value_and_gradient(impl, monkeypatch):
     """The path of GPU tensors: no check on the host, so the row itself has to tell."""
-    import rl_loss.head_rows as head_rows
+    import rl_loss.flat_rows as head_rows
 
     batch = random_batch(8, kinds=(RowKind.REPLAY, RowKind.HEAD), widths=(4,)).leaves()
     bad = {

@@ -19,7 +19,7 @@ from rl_loss import (
     ipo_loss,
     reinforce_loss,
 )
-from rl_loss.metrics import combine_metrics
+from rl_loss.loss.metrics import combine_metrics
 
 LOSSES = {
     "ipo": partial(ipo_loss, eps=0.12, max_importance_ratio=1.6),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_loss import LossInputs, Support, fused_lm_head, icepop_loss, ipo_loss
-from rl_loss.metrics import combine_metrics
+from rl_loss.loss.metrics import combine_metrics
 
 
 def run(loss=icepop_loss, **options):

@@ -198,10 +198,10 @@ def test_other_losses_are_refused(loss):
 
 @pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="wide rows are the kernels'")
 def test_wide_rows(monkeypatch):
-    import rl_loss.csr as csr
+    import rl_loss.plan as plan
 
-    monkeypatch.setattr(csr, "ENTRIES_A_PRODUCT", 0.4)
-    monkeypatch.setattr(csr, "ENTRIES_A_READ", 0.0)
+    monkeypatch.setattr(plan, "ENTRIES_A_PRODUCT", 0.4)
+    monkeypatch.setattr(plan, "ENTRIES_A_READ", 0.0)
     batch, values = make(ALL_KINDS, widths=(31, 1, 20, 3, 14))
     assert len(batch.support.plan_for(31).wide)
     agree(batch, values, icepop_loss, workspace=3 * 31 * 8)

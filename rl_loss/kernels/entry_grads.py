@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernel_inputs import Entries, Rows
-from rl_loss.kernels.gathered import width_block
 from rl_loss.kernels.logits import ACC_TYPES, Logit, derivative, inv_temperature
+from rl_loss.kernels.records import Entries, Rows
+from rl_loss.kernels.rows import width_block
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rl_loss.kernel_inputs import Entries, Rows
-from rl_loss.kernels.dense import add_stats, pick, put_entries, to_grads
+from rl_loss.kernels.block_passes import add_stats, pick, put_entries, to_grads
 from rl_loss.kernels.logits import Logit
+from rl_loss.kernels.records import Entries, Rows
 from rl_loss.logits import accumulation_dtype
 
 # Fewer ids a block, and the matrix products lose more than the memory is worth.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_loss.gradient_sums import GradientSums
 from rl_loss.host import launching_on
-from rl_loss.kernel_inputs import HeadScalars, HeadTensors, Rows, head_entries, head_logits
+from rl_loss.kernels.gradient_sums import GradientSums
+from rl_loss.kernels.records import HeadScalars, HeadTensors, Rows, head_entries, head_logits
 from rl_loss.logits import accumulation_dtype
 
 
@@ -67,7 +67,7 @@ class _KernelHead(torch.autograd.Function):
 def replayed_rows(t: HeadTensors, s: HeadScalars, normal: bool = True) -> Rows:
     """`Rows` in which every row but those over the vocabulary is computed; not
     `normal`: the logits of their entries alone."""
-    from rl_loss.kernels.gathered import gathered_logits, normalise
+    from rl_loss.kernels.rows import gathered_logits, normalise
 
     dtype, logits = accumulation_dtype(t.hidden, t.weight), head_logits(t, s)
     sizes = len(t.labels), len(t.ids)
@@ -76,7 +76,7 @@ def replayed_rows(t: HeadTensors, s: HeadScalars, normal: bool = True) -> Rows:
     gathered_logits(t.hidden, t.weight, *gathered, logits, out.support_logprobs)
     entries = head_entries(t)
     if len(t.wide):
-        from rl_loss.blocks import wide_logits
+        from rl_loss.kernels.blocks import wide_logits
 
         sizes = s.max_width, s.workspace
         wide_logits(t.hidden, t.weight, t.wide, entries, logits, out, *sizes)
@@ -87,12 +87,12 @@ def replayed_rows(t: HeadTensors, s: HeadScalars, normal: bool = True) -> Rows:
 
 def head_fwd(t: HeadTensors, s: HeadScalars) -> Rows:
     """`Rows` of all rows."""
-    from rl_loss.kernels.gathered import normalise
+    from rl_loss.kernels.rows import normalise
 
     over_v = len(t.over_v) > 0
     out = replayed_rows(t, s, normal=not over_v)
     if over_v:
-        from rl_loss.blocks import vocabulary_stats
+        from rl_loss.kernels.blocks import vocabulary_stats
 
         logits, entries, entropy = head_logits(t, s), head_entries(t), s.want_entropy
         sizes = s.max_width, s.workspace
@@ -121,7 +121,7 @@ def head_bwd(
     work.grads, work.state = grads, saved.state
     del grads  # theirs alone: what a step has used is free for the next
     if len(t.over_v):
-        from rl_loss.blocks import vocabulary_grads
+        from rl_loss.kernels.blocks import vocabulary_grads
 
         if need[1]:
             work.start_weight()

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.csr import TILE
-from rl_loss.kernel_inputs import Entries, Rows
 from rl_loss.kernels.logits import ACC_TYPES, Logit, inv_temperature, logit
+from rl_loss.kernels.records import Entries, Rows
+from rl_loss.plan import TILE
 
 
 @triton.jit

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rl_loss.evidence import Evidence
-from rl_loss.weighting import Rule
+from rl_loss.loss.rows import Evidence
+from rl_loss.loss.weighting import Rule
 
 
 class Centering(NamedTuple):

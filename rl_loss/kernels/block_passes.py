@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernel_inputs import Entries, Rows
 from rl_loss.kernels.logits import ACC_TYPES, Logit, derivative, inv_temperature, logit
+from rl_loss.kernels.records import Entries, Rows
 
 
 @triton.jit

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rl_loss.centering import Centering
-from rl_loss.evidence import Evidence, Tokens
-from rl_loss.sampler_kl import LOG_RATIO_MAX
+from rl_loss.loss.centering import Centering
+from rl_loss.loss.rows import Evidence, Tokens
+from rl_loss.loss.sampler_kl import LOG_RATIO_MAX
 
 Metrics = dict[str, Tensor]
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from rl_loss.arguments import is_integral, require_number, require_tensor
-from rl_loss.csr import NONE, REPLAY, HeadPlan, RowKind, first_row
+from rl_loss.csr import NONE, REPLAY, RowKind, first_row, segment_sum
 from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
-from rl_loss.segments import segment_sum
+from rl_loss.plan import HeadPlan
 from rl_loss.support import Support
 from rl_loss.validation import check_ids, check_labels, check_recorded
 
 
 @dataclass(frozen=True)
-class HeadRows:
+class FlatRows:
     """N flat rows on one device, with neutral values where a row is inactive."""
 
     labels: Tensor  # [N] int64, in [0, V)
@@ -153,7 +153,7 @@ def flat_rows(
     temperature: float | Tensor,
     bias: Tensor | None,
     active: Tensor | None,
-) -> tuple[Tensor, HeadRows]:
+) -> tuple[Tensor, FlatRows]:
     """Checks the values that the host sees; flattens to N rows, neutral where inactive."""
     shape, n, device = labels.shape, labels.numel(), hidden.device
     vocab_size = weight.shape[0]
@@ -171,7 +171,7 @@ def flat_rows(
     else:
         broken = _broken(labels.reshape(n), support, vocab_size, on_device, inv_temperature)
     usable = on_device & ~broken
-    rows = HeadRows(
+    rows = FlatRows(
         labels=torch.where(usable, labels.reshape(n), 0).long(),
         inv_temperature=torch.where(usable, inv_temperature, 1.0),
         active=on_device,

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_loss.evidence import Evidence, Tokens
+from rl_loss.loss.rows import Evidence, Tokens
 
 Direction = Literal["forward", "reverse", "squared"]
 

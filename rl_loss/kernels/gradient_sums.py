@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_loss.kernel_inputs import HeadScalars, HeadTensors, head_entries
+from rl_loss.kernels.records import HeadScalars, HeadTensors, head_entries
 from rl_loss.logits import accumulation_dtype
 
 # Programs that share the rows of the weight gradient, most of which are but written as 0.
@@ -42,7 +42,7 @@ class GradientSums:
         return d_hidden, none[1] if self.d_weight is None else self.d_weight, d_bias
 
     def _hidden(self) -> Tensor:
-        from rl_loss.kernels.scattered import gathered_sums
+        from rl_loss.kernels.entry_sums import gathered_sums
 
         t, grads, n = self.t, self.grads, len(self.t.labels)
         out = torch.empty_like(t.hidden, memory_format=torch.contiguous_format)
@@ -63,7 +63,7 @@ class GradientSums:
             heavy=max(128, 4 << (len(t.ids) // max(1, n)).bit_length()),
         )  # fmt: skip
         if len(t.wide):
-            from rl_loss.blocks import grad_dtype, wide_hidden_grads
+            from rl_loss.kernels.blocks import grad_dtype, wide_hidden_grads
 
             dtype = grad_dtype(t.hidden, t.weight)
             width = self.s.max_width, self.s.workspace
@@ -93,8 +93,8 @@ class GradientSums:
         self.d_weight = torch.empty_like(t.weight, memory_format=torch.contiguous_format)
 
     def _sort(self) -> Tensor:
+        from rl_loss.kernels.entry_sums import entries_by_id
         from rl_loss.kernels.hot_ids import id_bounds
-        from rl_loss.kernels.scattered import entries_by_id
 
         if self.sorted is None:
             self.bounds = id_bounds(self.t.ids, len(self.t.weight))
@@ -103,8 +103,8 @@ class GradientSums:
 
     def finish_block(self, ids: slice, base: Tensor | None) -> None:
         """Writes the weight gradient of these ids, `base` `[B, H]` what the blocks made of it."""
+        from rl_loss.kernels.entry_sums import gathered_sums
         from rl_loss.kernels.hot_ids import write_hot_rows
-        from rl_loss.kernels.scattered import gathered_sums
 
         assert self.d_weight is not None
         assert self.sorted is not None

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_loss.segments import segment_logsumexp, segment_sum
+from rl_loss.csr import segment_logsumexp, segment_sum
 
 INF = math.inf
 

@@ -1,0 +1,1 @@
+"""The losses, as functions of log-probabilities: tensors alone, never the head."""

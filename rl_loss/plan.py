@@ -1,0 +1,69 @@
+"""How the kernels of a head are launched, from what the host knows of a support: no sync."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_loss.csr import DRAWS, HEAD, NONE, REPLAY, HostFacts
+
+
+class HeadPlan(NamedTuple):
+    """How the kernels of a head are launched: known on the host, so without a sync."""
+
+    tiles: Tensor  # [T] int64: row << 32 | number of the tile in its row; rows of one id have none
+    wide: Tensor  # [W] int64: REPLAY rows without tiles, wide enough for a product over V
+    over_v: Tensor  # [D] int64: the rows that are normalised over the vocabulary
+    max_width: int  # entries of the widest row, rounded up to a power of two
+    wide_on_host: Tensor  # [W] int64: `wide` as a CPU tensor
+    head: bool  # some row is HEAD
+    draws: bool  # some row is DRAWS
+    sound: bool  # no row failed to be recorded or was left empty
+
+
+TILE = 32  # entries of a tile
+
+# Where a row's product with all of V takes as long as gathering its entries, in entries a V, and
+# how many entries beyond that must come together for the weight to be read. Both sides grow with
+# H, so V alone decides. Measured on an H200 (`python -m benchmarks.threshold`), on no other GPU.
+ENTRIES_A_PRODUCT = 1 / 100
+ENTRIES_A_READ = 0.1
+
+
+def widest_gathered(vocab_size: int) -> float:
+    """The width up to which gathering a row is cheaper than its product with the vocabulary."""
+    return vocab_size * ENTRIES_A_PRODUCT
+
+
+def wide_rows(host: HostFacts, vocab_size: int) -> Tensor:
+    """The REPLAY rows that a product over the vocabulary is cheaper for, `[N]` bool."""
+    widths, least = host.offsets.diff(), widest_gathered(vocab_size)
+    wide = (host.kind == REPLAY) & (widths > least)
+    gain = float((widths[wide] - least).sum())
+    return wide if gain > vocab_size * ENTRIES_A_READ else torch.zeros_like(wide)
+
+
+def head_plan(host: HostFacts, device: torch.device, vocab_size: int | None = None) -> HeadPlan:
+    """The plan of rows of which the host knows `host`, its tensors on `device`; without a
+    vocabulary's size no row is wide."""
+    widths, replay = host.offsets.diff(), host.kind == REPLAY
+    wide = torch.zeros_like(replay) if vocab_size is None else wide_rows(host, vocab_size)
+    counts = torch.where(replay & ~wide & (widths > 1), (widths + TILE - 1) // TILE, 0)
+    total = int(counts.sum())
+    rows = torch.repeat_interleave(torch.arange(len(counts)), counts, output_size=total)
+    number = torch.arange(total) - (counts.cumsum(0) - counts)[rows]
+    widest = int(widths.max()) if len(widths) else 0
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return HeadPlan(
+        tiles=moved(rows << 32 | number),
+        wide=moved(wide.nonzero()[:, 0]),
+        wide_on_host=wide.nonzero()[:, 0],
+        over_v=moved(((host.kind >= 0) & ~replay).nonzero()[:, 0]),
+        max_width=1 << max(0, widest - 1).bit_length(),
+        head=bool((host.kind == HEAD).any()),
+        draws=bool((host.kind == DRAWS).any()),
+        sound=not ((host.kind != NONE) & (widths == 0)).any(),
+    )
