@@ -1,4 +1,20 @@
-"""The trainer's half of off-policy RL for language models."""
+"""The trainer's half of off-policy RL for language models.
+
+The rooms, from the ground up; each imports from its own line and those above it alone:
+
+    arguments host                      checks of what comes in; what the host may look at
+    csr plan                            rows, kinds and bounds; how a head is launched
+    packing row_parsing engines         the sampler's evidence: its wire format, its rows, what
+      validation support alignment        engines answer, its rules, `Support`, aligned rows
+    loss/                               the losses, of tensors alone: inputs rows weighting
+                                          centering sampler_kl metrics losses
+    logits flat_rows                    what a logit is; what a head is given, row by row
+    reference gathered dense            the head without kernels: its definition, and on the CPU
+    kernels/                            the head and the capture on a GPU: all that needs triton
+    capture capture_stream              the sampler's side: evidence recorded, and brought home
+    lm_head one_pass                    the doors: the head, and head and loss together
+    integrations/                       bridges to other libraries, loaded when used
+"""
 
 from rl_loss.alignment import AlignedRows, aligned_rows
 from rl_loss.capture import CapturedRows, capture_support
@@ -28,3 +44,5 @@ __all__ = [
     "ipo_loss",
     "reinforce_loss",
 ]
+
+__version__ = "0.1.0"
