@@ -52,7 +52,7 @@ def as_sampled(work: Workload) -> Workload:
     labels = torch.empty_like(work.labels)
     drawn = keys == best[rows]
     labels[rows[drawn]] = support.ids[drawn].long()
-    return replace(work, labels=labels, support=replace(support, sampler_logprobs=q))
+    return replace(work, labels=labels, support=support.replace(sampler_logprobs=q))
 
 
 def label_logprobs(support: Support, labels: Tensor) -> Tensor:

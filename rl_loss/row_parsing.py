@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from rl_loss.arguments import is_integral, numbers, require_tensor
+from rl_loss.arguments import is_integral, numbers, refuse_half, require_tensor
 from rl_loss.csr import HostFacts, RowKind, first_row, rows_of_entries
 from rl_loss.packing import unpack_entries
 
@@ -95,9 +95,9 @@ def _row_tensors(name: str, row: Any) -> tuple[Tensor, Tensor, Tensor]:
     if bad.any():
         raise ValueError(f"{name}: ids must be in [0, 2**31), got {int(ids[first_row(bad)])}")
     if row[1] is None:
-        logprobs = torch.full(ids.shape, math.nan)
+        logprobs = torch.full(ids.shape, math.nan, dtype=torch.float32)
     else:
-        logprobs = numbers(f"{name}: logprobs", row[1], torch.float32).cpu()
+        logprobs = _reals(f"{name}: logprobs", row[1]).cpu()
     known = ~logprobs.isnan() if len(row) == 2 else numbers(f"{name}: known", row[2]).cpu()
     if known.numel() == 0:
         known = known.to(torch.bool)
@@ -135,11 +135,12 @@ def read_padded(ids: Tensor, logprobs: Tensor | None, kind: Any) -> Columns:
     if require_tensor("ids", ids).dim() < 2 or not is_integral(ids):
         raise ValueError(f"ids must be integers [..., K], got {ids.dtype} {tuple(ids.shape)}")
     if logprobs is None:
-        logprobs = torch.full(ids.shape, math.nan, device=ids.device)
+        logprobs = torch.full(ids.shape, math.nan, dtype=torch.float32, device=ids.device)
     if require_tensor("logprobs", logprobs).shape != ids.shape:
         raise ValueError(
             f"logprobs must have the shape of ids {tuple(ids.shape)}, got {tuple(logprobs.shape)}"
         )
+    refuse_half("logprobs", logprobs)
     if logprobs.device != ids.device:
         raise ValueError(f"logprobs must be on {ids.device} as ids, got {logprobs.device}")
     ids = rearrange(ids.to(torch.int64), "... k -> (...) k")  # a uint8 255 would be padding
@@ -157,6 +158,14 @@ def read_padded(ids: Tensor, logprobs: Tensor | None, kind: Any) -> Columns:
     return Columns(tokens.to(torch.int32), logprobs, ~logprobs.isnan(), held.sum(-1), kind)
 
 
+def _reals(name: str, value: Any) -> Tensor:
+    """Real numbers as float32."""
+    tensor = refuse_half(name, numbers(name, value))
+    if not tensor.is_floating_point() and not is_integral(tensor):
+        raise ValueError(f"{name} must be real numbers, got {tensor.dtype}")
+    return tensor.to(torch.float32)
+
+
 def _outside_int32(ids: Tensor) -> Tensor:
     """Where int64 ids are no ids: negative, or too large for int32."""
     return (ids < 0) | (ids > 2**31 - 1)
@@ -168,6 +177,8 @@ def _outside_int32(ids: Tensor) -> Tensor:
 def per_row(name: str, value: Any, n: int, dtype: torch.dtype, device: Any) -> Tensor:
     """One value or one a row, as a tensor `[n]` without gradient."""
     tensor = numbers(name, value, place="row").detach()
+    if dtype.is_floating_point:
+        refuse_half(name, tensor)
     if tensor.numel() == 0:
         tensor = tensor.to(dtype)  # torch takes an empty list for float32
     if not is_integral(tensor) and not (dtype.is_floating_point and tensor.is_floating_point()):
@@ -211,6 +222,8 @@ def check_form(fields: Mapping[str, Tensor]) -> None:
     }
     for name, (dtype, shape) in wanted.items():
         tensor = fields[name]
+        if dtype.is_floating_point:
+            refuse_half(name, tensor)
         if tensor.dtype != dtype or tensor.shape != shape:
             raise ValueError(
                 f"{name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rl_loss.arguments import is_integral, numbers
@@ -33,9 +34,9 @@ from rl_loss.row_parsing import (
 from rl_loss.validation import validate_support
 
 _FIELDS = ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass")
+_HOST = "host_"  # before the names of the host's facts in a pickled state
 
 
-@dataclass(frozen=True, eq=False)
 class Support:
     """The supports of N rows in CSR form: what the sampler kept and with which probability.
 
@@ -46,6 +47,10 @@ class Support:
 
     The tensors given here are taken as they are and not copied, as a slice views its source:
     whoever writes to them later changes the evidence behind the checks that were made.
+
+    FSDP2, which casts the floating tensors in a module's arguments and outputs and in their
+    dataclasses, leaves a `Support` as it is. Once `rl_loss` is imported, `torch.load` reads one
+    with its default `weights_only=True`.
 
     Args:
         ids: `[nnz]` int32 token ids.
@@ -58,9 +63,9 @@ class Support:
         plan: derived from the host's facts.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit, offsets that do not fit the ids,
-            an unknown kind, ids in a row of kind NONE or FAILED, a negative id, an id that
-            stands twice in a REPLAY or HEAD row.
+        ValueError: a shape, dtype or device that does not fit, half precision of q or of a tail
+            mass among them; offsets that do not fit the ids, an unknown kind, ids in a row of
+            kind NONE or FAILED, a negative id, an id that stands twice in a REPLAY or HEAD row.
 
     Example:
         >>> support = Support.from_rows([([5, 2], [-0.7, -0.7]), None])
@@ -74,19 +79,40 @@ class Support:
     offsets: Tensor
     kind: Tensor
     sampler_tail_mass: Tensor
-    host: HostFacts = None  # type: ignore[assignment]  # filled in where left out
-    plan: HeadPlan = None  # type: ignore[assignment]  # derived from the host's facts
+    host: HostFacts
+    plan: HeadPlan
 
-    def __post_init__(self) -> None:
-        if self.host is None:
-            check_form({name: getattr(self, name) for name in _FIELDS})
-            for name in _FIELDS:  # the kernels count entries and rows, not strides
-                object.__setattr__(self, name, getattr(self, name).contiguous())
-            facts = HostFacts(self.offsets.cpu(), self.kind.cpu(), self._complete().cpu())
-            object.__setattr__(self, "host", facts)
-            check_ids(self.ids.cpu(), facts)
-        if self.plan is None:
-            object.__setattr__(self, "plan", head_plan(self.host, self.device))
+    # No dataclass: into those, and into what torch knows as a container, FSDP2 looks for tensors
+    # to cast.
+    def __init__(
+        self,
+        ids: Tensor,
+        sampler_logprobs: Tensor,
+        known: Tensor,
+        offsets: Tensor,
+        kind: Tensor,
+        sampler_tail_mass: Tensor,
+        host: HostFacts | None = None,
+        plan: HeadPlan | None = None,
+    ) -> None:
+        values = ids, sampler_logprobs, known, offsets, kind, sampler_tail_mass
+        fields = dict(zip(_FIELDS, values, strict=True))
+        if host is None:
+            check_form(fields)
+            for name, tensor in fields.items():  # the kernels count entries and rows, not strides
+                fields[name] = tensor.contiguous()
+            offsets, complete = fields["offsets"], _complete(known, offsets)
+            host = HostFacts(offsets.cpu(), fields["kind"].cpu(), complete.cpu())
+            check_ids(fields["ids"].cpu(), host)
+        if plan is None:
+            plan = head_plan(host, ids.device)
+        self.__dict__.update(fields, host=host, plan=plan)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Support is immutable, {name} cannot be set: see Support.replace")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Support is immutable, {name} cannot be deleted")
 
     # --- what it is ---
 
@@ -331,6 +357,16 @@ class Support:
             host=HostFacts(offsets, self.host.kind[rows], self.host.complete[rows]),
         )
 
+    def replace(self, **fields: Any) -> "Support":
+        """The same support with the given fields instead of its own, checked as a new one.
+
+        Example:
+            >>> support = Support.from_rows([([1, 2], [-0.6931, -0.6931])])
+            >>> support.replace(known=torch.tensor([True, False])).host.complete
+            tensor([False])
+        """
+        return Support(**({name: getattr(self, name) for name in _FIELDS} | fields))
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Support":
         """The same support with its tensors on `device`; the host facts stay on the host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -398,15 +434,23 @@ class Support:
 
     # --- inside ---
 
-    def __getstate__(self) -> dict[str, Any]:
-        owned = self._map(_without_the_rest)
-        return owned.__dict__ | {"host": HostFacts(*map(_without_the_rest, self.host))}
+    def __getstate__(self) -> dict[str, Tensor]:
+        """Tensors alone, which `torch.load` trusts, and no plan: it is of one version of this."""
+        state = {name: getattr(self, name) for name in _FIELDS}
+        state |= {_HOST + name: fact for name, fact in self.host._asdict().items()}
+        return {name: _without_the_rest(tensor) for name, tensor in state.items()}
+
+    def __setstate__(self, state: dict[str, Tensor]) -> None:
+        # What was saved may be loaded to a device, the host's facts with it.
+        host = HostFacts(*(state[_HOST + name].cpu() for name in HostFacts._fields))
+        fields: dict[str, Any] = {name: state[name] for name in _FIELDS}
+        Support.__init__(self, **fields, host=host)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> "Support":
-        changes: dict[str, Any] = {name: move(getattr(self, name)) for name in _FIELDS}
+        fields: dict[str, Any] = {name: move(getattr(self, name)) for name in _FIELDS}
         plan = self.plan
         plan = plan._replace(tiles=move(plan.tiles), wide=move(plan.wide), over_v=move(plan.over_v))
-        return replace(self, **changes, plan=plan)
+        return Support(**fields, host=self.host, plan=plan)
 
     def plan_for(self, vocab_size: int) -> HeadPlan:
         """The kernels' plan for a head of V ids; made once for the V of the last call.
@@ -422,13 +466,16 @@ class Support:
         if torch.compiler.is_compiling():
             return self.plan
         plan = head_plan(self.host, self.device, vocab_size)
-        object.__setattr__(self, "_plan_for", (vocab_size, plan))
+        self.__dict__["_plan_for"] = vocab_size, plan
         return plan
 
-    def _complete(self) -> Tensor:
-        unknown = torch.zeros(len(self), dtype=torch.int64, device=self.device)
-        unknown.index_add_(0, self.entry_rows, (~self.known).long())
-        return (unknown == 0) & (self.offsets.diff() > 0)
+
+def _complete(known: Tensor, offsets: Tensor) -> Tensor:
+    """Bool `[N]`: the row has entries, and q is known for each."""
+    counts = offsets.diff()
+    unknown = torch.zeros_like(counts)
+    unknown.index_add_(0, rows_of_entries(offsets, len(known)), (~known).long())
+    return (unknown == 0) & (counts > 0)
 
 
 def _without_the_rest(tensor: Tensor) -> Tensor:
@@ -441,4 +488,13 @@ def _collate(batch: list[Support], *, collate_fn_map: Any = None) -> Support:
     return Support.cat(batch)
 
 
+def _sent(support: Support) -> tuple[type, tuple]:
+    """What another process of the same run makes it of: there the plan holds as well."""
+    owned = support._map(_without_the_rest)
+    fields = (getattr(owned, name) for name in _FIELDS)
+    return Support, (*fields, HostFacts(*map(_without_the_rest, owned.host)), owned.plan)
+
+
+ForkingPickler.register(Support, _sent)
 default_collate_fn_map[Support] = _collate
+add_safe_globals([Support])

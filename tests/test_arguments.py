@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_loss.arguments import is_integral, numbers, require_tensor
+from rl_loss.arguments import is_integral, numbers, refuse_half, require_tensor
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,41 @@ def test_numbers_of_every_source():
     numpy = pytest.importorskip("numpy")
     for value in ([1, 2], (1, 2), range(1, 3), numpy.array([1, 2]), torch.tensor([1, 2])):
         assert numbers("x", value).tolist() == [1, 2]
-    assert numbers("x", [1], torch.float32).dtype == torch.float32
     tensor = torch.zeros(2)
     assert numbers("x", tensor) is tensor is require_tensor("x", tensor)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_python_floats_are_float32_under_every_default(default):
+    numpy = pytest.importorskip("numpy")
+    torch.set_default_dtype(default)
+    try:
+        values = [numbers("x", value) for value in ([0.1, 2], 0.1, (0.1,), range(0), [])]
+        typed = numbers("x", numpy.array([0.1])), numbers("x", torch.tensor([0.1]))
+        other = numbers("x", [1]), numbers("x", [True])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [value.tolist() for value in values[:3]] == [
+        [torch.tensor(0.1).item(), 2],
+        torch.tensor(0.1).item(),
+        [torch.tensor(0.1).item()],
+    ]
+    assert {value.dtype for value in values} == {torch.float32}
+    assert [value.dtype for value in typed + other] == [
+        torch.float64,
+        default,
+        torch.int64,
+        torch.bool,
+    ]
+
+
+def test_half_precision_is_refused():
+    for dtype in (torch.float32, torch.float64, torch.int8, torch.bool):
+        tensor = torch.zeros(1, dtype=dtype)
+        assert refuse_half("x", tensor) is tensor
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e5m2):
+        with pytest.raises(ValueError, match=f"^x must .* got {dtype}.*cast_forward_inputs=False"):
+            refuse_half("x", torch.zeros(1, dtype=dtype))
 
 
 def test_only_integers_are_integral():

@@ -323,7 +323,9 @@ def test_inactive_rows_may_hold_anything(poison, where, kinds):
         hidden=torch.where(off[:, None], poison, clean.hidden),
         labels=torch.where(off, -100, clean.labels),
         temperature=torch.where(off, 0.0, clean.temperature),
-        support=replace(clean.support, ids=torch.where(rows, 2**30, clean.support.ids).int()),
+        support=clean.support.replace(
+            ids=torch.where(rows, 2**30, clean.support.ids).int(), host=clean.support.host
+        ),
     )
     results = []
     for batch in (on_device(clean).leaves(), on_device(dirty).leaves()):
@@ -351,7 +353,7 @@ def test_rows_that_break_a_rule_are_nan(monkeypatch):
     batch.labels[2] = 21
     ids = batch.support.ids.clone()
     ids[batch.support.offsets[4]] = 21
-    batch.support = replace(batch.support, ids=ids)
+    batch.support = batch.support.replace(ids=ids)
     batch.temperature[5] = 0.0
     batch.temperature[6] = float("nan")
     bad = torch.tensor([0, 1, 2, 4, 5, 6])

@@ -6,6 +6,7 @@ import math
 import pickle
 import re
 import unittest.mock
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -216,6 +217,14 @@ def test_no_rows_from_any_constructor():
             r"ids must be torch.int32 \[3\], got torch.int32 \[1, 3\]",
         ),
         ({"ids": torch.tensor(4, dtype=torch.int32)}, r"ids must be .* got torch.int32 \[\]"),
+        *[
+            (
+                {name: torch.zeros(3, dtype=dtype)},
+                rf"^{name} must be in float32 .* got {dtype}, .*cast_forward_inputs=False",
+            )
+            for name in ("sampler_logprobs", "sampler_tail_mass")
+            for dtype in (torch.bfloat16, torch.float16)
+        ],
         (
             {"sampler_logprobs": torch.zeros(3).double()},
             r"sampler_logprobs must be torch.float32 \[3\], got torch.float64 \[3\]",
@@ -331,6 +340,33 @@ def test_repeats_are_found_exactly(rows):
         Support.from_rows(pairs, kind=kinds)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_evidence_in_half_precision_is_refused_by_each_constructor(dtype):
+    numpy = pytest.importorskip("numpy")
+    ids, logprobs = torch.tensor([[1, 2]]), torch.tensor([[-0.5, -1.0]])
+    half = logprobs.to(dtype)
+    message = r"logprobs must be in float32 or float64, got .*16, .*cast_forward_inputs=False"
+    rows = [(ids[0], half[0]), (ids[0].tolist(), list(half[0])), ([1, 2], half[0], [True, False])]
+    if dtype == torch.float16:
+        rows.append(([1, 2], half[0].numpy().astype(numpy.float16)))
+    for row in rows:
+        with refused(r"rows\[1\]: " + message):
+            Support.from_rows([None, row])
+    with refused("^" + message):
+        Support.from_padded(ids, half)
+    tail = torch.zeros(1, dtype=dtype)
+    for make in (
+        lambda: Support.from_rows([([1, 2], [-0.5, -1.0])], tail_mass=tail),
+        lambda: Support.from_padded(ids, logprobs, tail_mass=tail[0]),
+        lambda: Support.from_packed(
+            pack_entries(ids[0], logprobs[0]), torch.tensor([2]), tail_mass=tail
+        ),
+        lambda: build(mixed_rows(1)).replace(sampler_tail_mass=tail),
+    ):
+        with refused(r"^(sampler_)?tail_mass must be in float32 .*cast_forward_inputs=False"):
+            make()
+
+
 def test_malformed_rows_are_refused():
     good = ([1, 2], log(0.5, 0.5))
     for row, message in [
@@ -353,6 +389,8 @@ def test_malformed_rows_are_refused():
         (([1, 2], "ab"), r"rows\[1\]: logprobs must be numbers, got 'ab'"),
         (([1], [0.0], [None]), r"rows\[1\]: known must be numbers, got None in position 0"),
         (([1j], [0.0]), r"rows\[1\]: ids must be integers \[K\], got torch.complex64 \[1\]"),
+        (([1], [1j]), r"rows\[1\]: logprobs must be real numbers, got torch.complex64"),
+        (([1], [True]), r"rows\[1\]: logprobs must be real numbers, got torch.bool"),
     ]:
         with refused(message):
             Support.from_rows([good, row, good])
@@ -524,8 +562,82 @@ def test_the_evidence_has_no_gradient(tail_mass):
 
 def test_it_is_immutable():
     support = build(mixed_rows(4))
-    with pytest.raises(AttributeError):
-        support.ids = support.ids + 1
+    for name in ("ids", "host", "plan", "new"):
+        with pytest.raises(AttributeError, match=f"a Support is immutable, {name} cannot be set"):
+            setattr(support, name, support.ids + 1)
+    with pytest.raises(AttributeError, match="a Support is immutable, ids cannot be deleted"):
+        del support.ids
+    assert_rows(support, mixed_rows(4))
+
+
+def test_fields_are_replaced_in_a_new_support():
+    rows = [([5, 2], log(0.5, 0.5)), ([3], [-1.0])]
+    support = Support.from_rows(rows, kind=[REPLAY, HEAD])
+    other = support.replace(
+        known=torch.tensor([True, False, True]), kind=torch.tensor([1, 3], dtype=torch.int8)
+    )
+    assert_host_facts(other)
+    assert other.kind.tolist() == [REPLAY, DRAWS]
+    assert (other.plan.head, other.plan.draws) == (False, True)
+    assert other.ids is support.ids
+    assert support.known.all()
+    with refused("ids must be unique in a REPLAY row, got 5 twice in row 0"):
+        support.replace(ids=torch.tensor([5, 5, 3], dtype=torch.int32))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'logprobs'"):
+        support.replace(logprobs=support.sampler_logprobs)
+
+
+# --- what does not depend on torch's default dtype ---
+
+
+def built_everywhere():
+    """A support from each constructor, and what its operations give."""
+    numpy = pytest.importorskip("numpy")
+    q, f32 = [-0.1, -2.4], torch.float32
+    ids = torch.tensor([[4, 2], [9, -1]])
+    logprobs = torch.tensor([q, [-0.3, NAN]], dtype=f32)
+    packed, counts = pack_entries(ids.flatten()[:3], logprobs.flatten()[:3]), torch.tensor([2, 1])
+    made = [
+        Support.empty(2),
+        Support.from_rows([([4, 2], q), ([9], [-0.3])], tail_mass=[0.1, 0.7]),
+        Support.from_rows([([4, 2], q), ([9], [-0.3])], kind=[REPLAY, HEAD], tail_mass=0.1),
+        Support.from_rows([([4, 2], None), None, ([], [])], kind=[HEAD, NONE, NONE]),
+        Support.from_rows([(torch.tensor([4, 2]), None), ((7,), (-0.1,))]),
+        Support.from_rows([([4, 2], q, [True, False]), ([], [], [])], kind=[HEAD, NONE]),
+        Support.from_rows([(numpy.array([4, 2]), numpy.array(q)), ([1], [0])]),
+        Support.from_rows([([4, 2], torch.tensor(q, dtype=torch.float64))], kind=HEAD),
+        Support.from_packed(packed, counts, kind=HEAD),
+        Support.from_packed(packed, counts, tail_mass=(0.1, 0.7)),
+        Support.from_padded(ids, None),
+        Support.from_padded(ids, logprobs, kind=[REPLAY, DRAWS]),
+        Support.from_padded(ids, logprobs.double(), kind=HEAD),
+    ]
+    made += [Support.cat(made), made[1][1:], made[2].select([1, 1, 0]), made[1].replace()]
+    made += [Support.from_padded(*s.to_padded()) for s in made]
+    made += [Support.from_packed(*s.to_packed()) for s in made]
+    return made + [pickle.loads(pickle.dumps(s)) for s in made]
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+def test_no_result_depends_on_the_default_dtype(default_dtype):
+    expected = built_everywhere()
+    torch.set_default_dtype(default_dtype)
+    for got, wanted in zip(built_everywhere(), expected, strict=True):
+        assert_dtypes(got)
+        assert_host_facts(got)
+        for name in fields():
+            one, other = getattr(got, name), getattr(wanted, name)
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        ids, logprobs, _, tail = got.to_padded()
+        assert (ids.dtype, logprobs.dtype, tail.dtype) == (torch.int32, *[torch.float32] * 2)
+    with refused("kind must convert to torch.int8, got torch.float32"):
+        Support.from_rows([([1], [0.0])], kind=1.0)
 
 
 # --- rows and what belongs to them move together ---
@@ -608,11 +720,49 @@ def test_a_pickled_slice_leaves_the_rest_behind():
         assert_rows(pickle.loads(pickle.dumps(part)), rows[i : i + 2])
 
 
-def test_torch_save_and_load():
-    rows, file = mixed_rows(9), io.BytesIO()
-    torch.save({"support": build(rows)}, file)
+def saved_and_loaded(value, **options):
+    file = io.BytesIO()
+    torch.save(value, file)
     file.seek(0)
-    assert_rows(torch.load(file, weights_only=False)["support"], rows)
+    return torch.load(file, **options)
+
+
+@PROPERTY
+@given(tagged_rows(), st.integers(0, 4))
+def test_torch_save_and_load(rows, cut):
+    """With weights_only, its default, among other tensors, from a support that has a plan."""
+    support = build(rows)[cut:]
+    support.plan_for(31)
+    for options in ({}, {"weights_only": True}, {"weights_only": False}):
+        assert_rows(saved_and_loaded(support, **options), rows[cut:])
+        assert_rows(saved_and_loaded(support, map_location="cpu", **options), rows[cut:])
+    batch = saved_and_loaded({"step": 3, "rows": [support, torch.arange(4), (support[:1],)]})
+    assert batch["step"] == 3
+    assert batch["rows"][1].tolist() == [0, 1, 2, 3]
+    assert_rows(batch["rows"][0], rows[cut:])
+    assert_rows(batch["rows"][2][0], rows[cut:][:1])
+
+
+def test_a_loaded_support_is_planned_anew():
+    """No plan of another version of the package, no facts on a device."""
+    support = Support.from_rows([(list(range(900)), None), ([5], None), (list(range(900)), None)])
+    assert support.plan_for(10_000).wide.tolist() == [0, 2]
+    assert {type(value) for value in support.__getstate__().values()} == {torch.Tensor}
+    for copied in (saved_and_loaded(support), copy.copy(support), copy.deepcopy(support)):
+        for part, wanted in zip(copied.plan, support.plan, strict=True):
+            assert torch.equal(part, wanted) if isinstance(part, torch.Tensor) else part == wanted
+        assert copied.plan_for(10_000).wide.tolist() == [0, 2]
+        assert copied.host.offsets.device.type == "cpu"
+
+
+def test_another_process_is_sent_the_plan(monkeypatch):
+    support = build(mixed_rows(9))[2:]
+    sent = ForkingPickler.dumps(support)
+    monkeypatch.setattr("rl_loss.support.head_plan", None)
+    got = ForkingPickler.loads(sent)
+    assert_rows(got, mixed_rows(9)[2:])
+    assert got.plan.tiles.tolist() == support.plan.tiles.tolist()
+    assert got.plan.over_v.tolist() == support.plan.over_v.tolist()
 
 
 @PROPERTY
