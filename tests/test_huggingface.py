@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from factory import TINY_MODEL
-from torch import nn
+from factory import TINY_MODEL, LargestTensor
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 from rl_loss.integrations.huggingface import logit_options
 from rl_loss.lm_head import FusedLMHead, fused_lm_head
@@ -20,13 +21,14 @@ CASES = {
     "qwen3": ("Qwen3", {}, (None, 1.0)),
     "qwen3 with bias": ("Qwen3", {}, (None, 1.0)),
 }
+FLOAT64_ROUNDING = 64 * torch.finfo(torch.float64).eps  # of the largest value
 TOKENS = torch.randint(V, (2, 5), generator=torch.Generator().manual_seed(4))
 
 
-def make(name, dtype=torch.float32):
+def make(name, dtype=torch.float32, **more):
     """A tiny model of random weights, with logits large enough for a soft cap to bend them."""
     family, settings, _ = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**TINY_MODEL | settings)
+    config = getattr(transformers, f"{family}Config")(**TINY_MODEL | settings | more)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     if name.endswith("bias"):
@@ -59,7 +61,7 @@ def compare(model, hidden, support):
     upstream = upstream.to(hidden.dtype)
     head = model.get_output_embeddings()
     hidden = hidden.clone().requires_grad_()
-    parameters = [p for p in (head.weight, head.bias) if p is not None]
+    parameters = [p for p in (head.weight, head.bias) if p is not None and p.requires_grad]
 
     options = logit_options(model)
     rows = None
@@ -83,7 +85,7 @@ def compare(model, hidden, support):
 @pytest.mark.parametrize("support", [False, True], ids=["vocabulary", "replay"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_models_own_logits_and_gradients(name, support):
-    """FAULTS 14, in float64."""
+    """In float64: equal within the rounding of sums over H and V."""
     model = make(name, torch.float64)
     softcap, scale = CASES[name][2]
     options = logit_options(model)
@@ -91,7 +93,7 @@ def test_the_models_own_logits_and_gradients(name, support):
     assert options["logit_scale"] == pytest.approx(scale)
     assert (options["bias"] is not None) == name.endswith("bias")
     for ours, own in zip(*compare(model, states(model), support), strict=True):
-        torch.testing.assert_close(ours, own, rtol=1e-10, atol=1e-10)
+        assert (ours - own).abs().max() <= FLOAT64_ROUNDING * own.abs().max()
         assert own.abs().max() > 1e-2
     # Without its options the head would give something else.
     if softcap or scale != 1 or options["bias"] is not None:
@@ -115,24 +117,68 @@ def test_the_models_own_logits_in_float32(name):
         assert error <= 2 * float((peer.double() - truth).abs().max()) + floor
 
 
-class Multiplied:
-    """A forward that transforms its logits in a way that no config names."""
+def with_transform(model, transform):
+    """The model, its logits transformed in a way that no config names."""
+    forward = type(model).forward
 
-    factor = 1.25
-
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        out.logits = out.logits * self.factor
+    def transformed(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = transform(out.logits)
         return out
+
+    model.__class__ = type("Odd", (type(model),), {"forward": transformed})
+    return model
+
+
+UNKNOWN = r"model: Odd transforms its logits .* not known here"
 
 
 @pytest.mark.parametrize("factor", [1.25, 0.5, -1.0, 1.0001])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_an_unknown_transform_is_refused(name, factor):
+    with pytest.raises(ValueError, match=UNKNOWN):
+        logit_options(with_transform(make(name), lambda logits: logits * factor))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+@pytest.mark.parametrize("factor", [1.08, 0.93])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_unknown_transform_is_refused_in_low_precision(dtype, factor, size):
+    """Of small logits too, as a model has before it was trained."""
+    model = make("qwen3", dtype)
+    model.lm_head.weight.data *= size
+    logit_options(model)
+    with pytest.raises(ValueError, match=UNKNOWN):
+        logit_options(with_transform(model, lambda logits: logits * factor))
+
+
+@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_model_that_excludes_ids_is_refused(masked):
+    def last_ones_masked(logits):
+        return torch.where(torch.arange(V) < V - 3, logits, masked)
+
+    with pytest.raises(ValueError, match=UNKNOWN):
+        logit_options(with_transform(make("qwen3"), last_ones_masked))
+
+
+def test_a_model_that_gives_fewer_logits_than_its_weight_has_rows_is_refused():
+    with pytest.raises(ValueError, match=UNKNOWN):
+        logit_options(with_transform(make("qwen3"), lambda logits: logits[..., :-3]))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_a_weight_with_more_rows_than_the_vocabulary(name):
+    """Padded to a multiple of 64; the model gives logits of the padding as well."""
     model = make(name)
-    model.__class__ = type("Odd", (Multiplied, type(model)), {"factor": factor})
-    with pytest.raises(ValueError, match=r"model: Odd transforms its logits .* not known here"):
-        logit_options(model)
+    expected = logit_options(model)
+    model.resize_token_embeddings(V, pad_to_multiple_of=64, mean_resizing=False)
+    assert model.get_output_embeddings().weight.shape == (128, 32)
+    assert logit_options(model) == expected
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(ValueError, match="model: Qwen3Model has no output embeddings"):
+        logit_options(make("qwen3").base_model)
 
 
 def test_a_named_setting_that_the_model_does_not_apply_is_refused():
@@ -157,7 +203,7 @@ class AdaptedLinear(nn.Linear):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0])
 def test_an_adapted_head_is_refused(scale):
-    """FAULTS 17: also at B = 0, where the logits are right but the adapter gets no gradient."""
+    """Also at B = 0, where the logits are right but the adapter gets no gradient."""
     model = make("qwen3")
     torch.manual_seed(1)
     model.lm_head = AdaptedLinear(model.lm_head, scale)
@@ -206,6 +252,185 @@ def test_low_precision_models_are_recognised(name, dtype):
     options = logit_options(make(name, dtype))
     assert options["softcap"] == softcap
     assert options["logit_scale"] == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3 with bias"])
+def test_the_default_dtype_does_not_matter(name, default, default_dtype):
+    model = make(name)
+    expected = logit_options(model)
+    default_dtype(default)
+    assert logit_options(model) == expected
+
+
+@pytest.fixture
+def default_dtype():
+    """Sets it for one test."""
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def coarse_products():
+    """float32 products of bfloat16's bits, as TF32 has fewer on a GPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("coarse_products")
+def test_coarse_float32_products_are_no_transform(name):
+    softcap, scale = CASES[name][2]
+    options = logit_options(make(name))
+    assert (options["softcap"], options["logit_scale"]) == (softcap, pytest.approx(scale))
+    with pytest.raises(ValueError, match=UNKNOWN):
+        logit_options(with_transform(make(name), lambda logits: logits * 1.08))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_autocast_is_no_transform(name):
+    softcap, scale = CASES[name][2]
+    with torch.autocast("cpu", torch.bfloat16):
+        options = logit_options(make(name))
+        assert (options["softcap"], options["logit_scale"]) == (softcap, pytest.approx(scale))
+        with pytest.raises(ValueError, match=UNKNOWN):
+            logit_options(with_transform(make(name), lambda logits: logits * 1.08))
+
+
+def test_the_weight_is_not_taken_to_float64_as_a_whole():
+    model = make("qwen3", vocab_size=40_000)
+    with LargestTensor(*model.parameters()) as largest:
+        logit_options(model)
+    assert largest.numel < model.lm_head.weight.numel() / 2
+
+
+@pytest.fixture
+def one_rank():
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_a_model_that_is_sharded(one_rank):
+    model = make("qwen3 with bias")
+    fully_shard(model.lm_head, mesh=one_rank)
+    fully_shard(model, mesh=one_rank)
+    options = logit_options(model)
+    assert (options["softcap"], options["logit_scale"]) == (None, 1.0)
+    assert options["bias"] is model.lm_head.bias
+    with pytest.raises(ValueError, match="transforms its logits"):
+        logit_options(with_transform(model, lambda logits: logits * 1.0001))
+
+
+# --- PEFT ---
+
+
+@pytest.fixture
+def peft():
+    return pytest.importorskip("peft", minversion="0.19")
+
+
+def adapted(peft, name, **more):
+    """A model in float64 with LoRA that adds something to its attention, and what else is asked."""
+    options = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False} | more
+    torch.manual_seed(1)
+    return peft.get_peft_model(make(name, torch.float64), peft.LoraConfig(**options))
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:.*active which is now deleted")
+@pytest.mark.parametrize("state", ["trained", "another", "one without a head", "off", "deleted"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 with bias", "gemma2"])
+def test_a_head_that_peft_trains_whole(peft, name, state):
+    """`modules_to_save`: weight and options are those of the copy that runs, if one does."""
+    head_name = ["lm_head"]
+    model = adapted(peft, name, modules_to_save=head_name)
+    options = {"r": 2, "target_modules": ["q_proj"]}
+    model.add_adapter("another", peft.LoraConfig(**options, modules_to_save=head_name))
+    model.add_adapter("one without a head", peft.LoraConfig(**options))
+    head = model.get_output_embeddings()
+    heads = dict(head.modules_to_save) | {"original": head.original_module}
+    for module in heads.values():  # all different from each other
+        for parameter in module.parameters():
+            parameter.data += torch.randn_like(parameter)
+    if state == "off":
+        model.base_model.disable_adapter_layers()
+    elif state == "deleted":
+        model.delete_adapter("default")
+        model.delete_adapter("another")
+    elif state != "trained":
+        model.set_adapter(state)
+    running = {"trained": "default", "another": "another"}.get(state, "original")
+
+    assert head.weight is heads[running].weight
+    assert head.weight.requires_grad == (running != "original")
+    assert logit_options(model) == {
+        "bias": heads[running].bias,
+        "softcap": CASES[name][2][0],
+        "logit_scale": 1.0,
+    }
+    got, own = compare(model, states(model.get_base_model()), True)
+    assert len(got) == 2 + len(list(heads[running].parameters())) * (running != "original")
+    for ours, theirs in zip(got, own, strict=True):
+        assert (ours - theirs).abs().max() <= FLOAT64_ROUNDING * theirs.abs().max()
+
+
+def test_a_fused_head_that_peft_trains_whole(peft):
+    """Called through PEFT's module, with the model's own cap."""
+    model = make("gemma2", torch.float64, tie_word_embeddings=False)
+    options = logit_options(model)
+    model.lm_head = FusedLMHead.from_linear(model.lm_head, softcap=options["softcap"])
+    adapter = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(model, adapter)
+    head, hidden = model.get_output_embeddings(), states(model.get_base_model())
+    head.weight.data += torch.randn_like(head.weight)
+    assert logit_options(model) == options
+    got = head(hidden, TOKENS).logprobs
+    own = own_logprobs(model, hidden).gather(-1, TOKENS[..., None])[..., 0]
+    assert (got - own).abs().max() <= FLOAT64_ROUNDING * own.abs().max()
+    ours, theirs = (torch.autograd.grad(logprobs.sum(), head.weight)[0] for logprobs in (got, own))
+    assert (ours - theirs).abs().max() <= FLOAT64_ROUNDING * theirs.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, r"peft\.tuners\.lora\.layer\.Linear"),
+        ({"target_parameters": ["lm_head.weight"]}, r"peft\.tuners\.lora\.layer\.ParamWrapper"),
+    ],
+    ids=["module", "parameter"],
+)
+@pytest.mark.parametrize("adds", [True, False], ids=["trained", "fresh"])
+def test_a_head_with_lora_is_refused_until_it_is_merged(peft, options, where, adds):
+    model = adapted(peft, "qwen3", init_lora_weights=not adds, **options)
+    message = rf"model: its head, a {where}, has parameters beside weight and bias: .*lora_A.*"
+    with pytest.raises(ValueError, match=rf"{message}\(merge_and_unload\).*\(modules_to_save\)"):
+        logit_options(model)
+    if adds:  # what the head would miss
+        weight, hidden = model.get_output_embeddings().weight, states(model.get_base_model())
+        missed = fused_lm_head(hidden, weight, TOKENS).logprobs
+        logprobs = model(input_ids=TOKENS).logits.log_softmax(-1)
+        own = logprobs.gather(-1, TOKENS[..., None])[..., 0]
+        assert (missed - own).abs().max() > 1e-2
+    merged = model.merge_and_unload()
+    assert logit_options(merged) == {"bias": None, "softcap": None, "logit_scale": 1.0}
+    for ours, own in zip(*compare(merged, states(merged), True), strict=True):
+        assert (ours - own).abs().max() <= FLOAT64_ROUNDING * own.abs().max()
+
+
+def test_a_head_of_which_peft_trains_some_tokens_is_refused(peft):
+    """Tied to embeddings whose rows 3 and 4 are trained."""
+    config = transformers.Qwen3Config(**TINY_MODEL, tie_word_embeddings=True)
+    options = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 4])
+    model = peft.get_peft_model(transformers.Qwen3ForCausalLM(config), options)
+    with pytest.raises(ValueError, match=r"TrainableTokensWrapper, has parameters beside"):
+        logit_options(model)
+
+
+def test_a_head_that_peft_leaves_alone(peft):
+    model = adapted(peft, "gemma2")
+    assert logit_options(model) == logit_options(make("gemma2"))
 
 
 def test_the_model_is_left_as_it_was():

@@ -5,11 +5,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from rl_loss.arguments import active_module, class_path
 from rl_loss.capture import capture_support
 from rl_loss.csr import RowKind
 from rl_loss.logits import LogitTransform
 from rl_loss.support import Support
+
+_PROBED_IDS = 8192  # rows of a weight that are taken to float64 at once
 
 
 @torch.no_grad()
@@ -20,25 +24,41 @@ def logit_options(model: Any) -> dict[str, Any]:
     `logit_scale`, Granite's `logits_scaling`, which divides); then the model's own logits of a
     few tokens are compared with those that the options give.
 
+    A head that PEFT trains whole (`modules_to_save`) is its active copy, the original where
+    adapters are off; `get_output_embeddings().weight` is that one's weight. Ask again after
+    another adapter was set.
+
     Args:
         model: any causal language model whose `base_model` gives the hidden states that its
-            output embeddings read.
+            output embeddings read, or a `PeftModel` of one (`get_base_model()` is the model).
 
     Returns:
         keyword arguments for `fused_lm_head`, beside `weight = get_output_embeddings().weight`.
 
     Raises:
         ValueError: a model whose logits come out otherwise: a transform that is not one of
-            these, or adapters on its head.
+            these, or adapters on its head (LoRA, even where it still adds nothing: it would get
+            no gradient); no output embeddings.
+
+    Source: `ModulesToSaveWrapper` of PEFT 0.19 and later.
 
     Example:
         >>> options = logit_options(model)  # doctest: +SKIP
         >>> hidden = model.base_model(input_ids).last_hidden_state  # doctest: +SKIP
     """
+    if hasattr(model, "get_base_model"):  # of PEFT, whose own base_model is another thing
+        model = model.get_base_model()
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    more = {name for name, _ in head.named_parameters()} - {"weight", "bias"}
-    if more:  # even where an adapter still adds nothing, it would get no gradient
-        raise ValueError(f"model: its head has parameters beside weight and bias: {sorted(more)}")
+    if head is None:
+        raise ValueError(f"model: {type(model).__name__} has no output embeddings")
+    running = active_module(head)
+    more = {name for name, _ in running.named_parameters()} - {"weight", "bias"}
+    if more:
+        raise ValueError(
+            f"model: its head, a {class_path(running)}, has parameters beside weight and bias: "
+            f"{sorted(more)}. Merge an adapter into the weight (merge_and_unload), or train the "
+            "whole head (modules_to_save)"
+        )
     bias = getattr(head, "bias", None)
     softcap = getattr(config, "final_logit_softcapping", None)
     scale = float(getattr(config, "logit_scale", None) or 1.0)
@@ -52,10 +72,15 @@ def logit_options(model: Any) -> dict[str, Any]:
     finally:
         for module, mode in training.items():
             module.training = mode
-    raw = hidden.double() @ head.weight.double().T
-    got = LogitTransform(softcap, scale)(raw, bias, torch.ones((), device=raw.device))
-    # The model rounds its products, and each step of its transform, to its own dtype.
-    rounding = 16 * torch.finfo(hidden.dtype).eps * max(1.0, float(expected.abs().max()))
+    weight = _whole(head.weight)
+    parts = weight.split(_PROBED_IDS)  # in float64 all of them would take four times the weight
+    raw = torch.cat([hidden.double() @ part.double().T for part in parts], -1)
+    got = LogitTransform(softcap, scale)(raw, _whole(bias), raw.new_ones(()))
+    # The model rounds its products as this one is rounded (to bfloat16 under autocast, to fewer
+    # bits where float32 products may be), and each of five steps of its transform to their dtype.
+    product = functional.linear(hidden.to(weight.dtype), weight)
+    rounding = 2 * abs(scale) * float((product - raw).abs().max())
+    rounding += 4 * torch.finfo(product.dtype).eps * float(got.abs().max())
     worst = float((got - expected).abs().max()) if got.shape == expected.shape else torch.inf
     if not worst <= rounding:
         raise ValueError(
@@ -63,6 +88,11 @@ def logit_options(model: Any) -> dict[str, Any]:
             f"(they differ by {worst:.3g} with softcap {softcap} and logit_scale {scale:.3g})"
         )
     return {"bias": bias, "softcap": softcap, "logit_scale": scale}
+
+
+def _whole(parameter: Any) -> Any:
+    """All of a parameter that FSDP2 has sharded: every rank calls."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 class RecordedRows(NamedTuple):
@@ -209,7 +239,7 @@ class SupportRecorder:
                 )
         rows = capture_support(scores[alive], sampled[alive], kind=self.kind, **self.options)
         self._supports.append(rows.to_support().to("cpu"))
-        logprobs = torch.zeros(len(alive), device=scores.device)
+        logprobs = torch.zeros(len(alive), dtype=torch.float32, device=scores.device)
         self._steps.append((sampled, logprobs.masked_scatter(alive, rows.sampled_logprobs), alive))
         self._ended = self._ended | ended
 
@@ -246,7 +276,7 @@ class SupportRecorder:
         # Recorded step by step; wanted sequence by sequence, row 0 for tokens without evidence.
         recorded = torch.zeros_like(tokens, dtype=torch.int64)
         recorded[sampled] = torch.arange(1, int(sampled.sum()) + 1)
-        none = torch.zeros(batch, prompt)
+        none = torch.zeros(batch, prompt, dtype=torch.float32)
         rows = torch.cat([none.long(), recorded.T], 1).flatten()
         return RecordedRows(
             Support.cat([Support.empty(1), *self._supports[:steps]]).select(rows),
