@@ -47,8 +47,8 @@ def aligned_rows(
     and no evidence.
 
     Args:
-        input_ids: `[T]` tokens of one sequence or, with `cu_seqlens`, of packed ones; `[B, L]`
-            padded sequences.
+        input_ids: `[T]` tokens of one sequence or, with `cu_seqlens`, of packed ones, as `[T]` or
+            `[1, T]`; `[B, L]` padded sequences.
         loss_mask: the shape of `input_ids`, bool: the tokens that were sampled.
         support: one row a token: the evidence about that very token. None: no evidence.
         cu_seqlens: `[S + 1]` integer bounds of the packed sequences, from 0 to T, as a tensor or
@@ -122,10 +122,11 @@ def _last_rows(shape: torch.Size, cu_seqlens: Tensor | Sequence[int] | None) -> 
     if bounds.numel() and not is_integral(bounds):  # torch takes an empty list for float32
         raise ValueError(f"cu_seqlens must be integers [S + 1], got {bounds.dtype}")
     bounds = bounds.to(torch.int64)
-    if len(shape) != 1:
-        raise ValueError(f"cu_seqlens needs packed input_ids [T], got {tuple(shape)}")
-    if bounds.dim() != 1 or bounds.numel() == 0 or bounds[0] != 0 or bounds[-1] != shape[0]:
-        raise ValueError(f"cu_seqlens must run from 0 to {shape[0]}, got {bounds.tolist()}")
+    if len(shape) == 2 and shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs packed input_ids [T] or [1, T], got {tuple(shape)}")
+    n = len(last)
+    if bounds.dim() != 1 or bounds.numel() == 0 or bounds[0] != 0 or bounds[-1] != n:
+        raise ValueError(f"cu_seqlens must run from 0 to {n}, got {bounds.tolist()}")
     if (bounds.diff() < 0).any():
         at = first_row(bounds.diff() < 0)
         raise ValueError(

@@ -63,8 +63,8 @@ def check_against_loop(rows, loss_mask, bounds, shape=None, cu_seqlens=None):
     assert_rows(out.support, expected_rows)
 
 
-def test_the_packed_sequences_of_the_fault():
-    """FAULTS 8: [10, 11, 12] [20, 21]."""
+def test_two_packed_sequences():
+    """[10, 11, 12] [20, 21]."""
     support = Support.from_rows([([token], [0.0]) for token in (10, 11, 12, 20, 21)])
     out = aligned_rows(
         torch.tensor([10, 11, 12, 20, 21]),
@@ -119,6 +119,7 @@ def test_packed_sequences_of_any_lengths(rows, data):
         check_against_loop(rows, mask, bounds, cu_seqlens=torch.tensor(bounds, dtype=dtype))
     for sequence in (bounds, tuple(bounds)):
         check_against_loop(rows, mask, bounds, cu_seqlens=sequence)
+    check_against_loop(rows, mask, bounds, shape=(1, n), cu_seqlens=torch.tensor(bounds))
     check_against_loop(rows, mask, [0, n])
 
 
@@ -153,7 +154,7 @@ def test_packed_and_padded_agree():
 
 @pytest.mark.parametrize("length", [0, 1, 4])
 def test_what_stands_in_one_sequence_leaves_the_others_untouched(length):
-    """FAULTS 8: B between A and C, of any length and with any content, bitwise."""
+    """B between A and C, of any length and with any content, bitwise."""
 
     def align(b_rows, poison):
         a, c = mixed_rows(5, start=1), mixed_rows(4, start=50)
@@ -264,10 +265,57 @@ def test_what_does_not_fit_is_refused(changes, message):
         aligned_rows(**good | changes)
 
 
-def test_bounds_of_padded_sequences_are_refused():
-    mask = torch.ones(2, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"cu_seqlens needs packed input_ids \[T\], got \(2, 2\)"):
+def test_packed_sequences_as_collators_give_them():
+    """[1, T] with its bounds: the rows of [T], in the shape that was given."""
+    ids, mask = torch.tensor([10, 11, 12, 20, 21]), torch.tensor([True, True, True, False, True])
+    values, bounds = torch.arange(10.0).reshape(5, 2), torch.tensor([0, 3, 5], dtype=torch.int32)
+    support = build(mixed_rows(5, start=1))
+    flat = aligned_rows(ids, mask, support=support, cu_seqlens=bounds, values=values)
+    one = aligned_rows(
+        ids[None], mask[None], support=support, cu_seqlens=bounds, values=values[None]
+    )
+    assert one.labels.tolist() == [[11, 12, 0, 21, 0]]
+    assert torch.equal(one.labels, flat.labels[None])
+    assert torch.equal(one.active, flat.active[None])
+    assert torch.equal(one.per_token["values"], flat.per_token["values"][None])
+    for got, wanted in zip(one.support.to_packed(), flat.support.to_packed(), strict=True):
+        assert torch.equal(got, wanted)
+    with pytest.raises(ValueError, match=r"cu_seqlens must run from 0 to 5, got \[0, 1\]"):
+        aligned_rows(ids[None], mask[None], support=None, cu_seqlens=[0, 1])
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (0, 4)])
+def test_bounds_of_padded_sequences_are_refused(shape):
+    mask = torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match=r"needs packed input_ids \[T\] or \[1, T\], got \(\d, \d\)"
+    ):
         aligned_rows(mask.long(), mask, support=None, cu_seqlens=torch.tensor([0, 2, 4]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_no_result_depends_on_the_default_dtype(dtype):
+    ids, mask = torch.arange(12), torch.arange(12) % 4 != 0
+    values, support = torch.rand(12), build(mixed_rows(12, start=1))
+
+    def everything() -> list[torch.Tensor]:
+        found = []
+        for evidence in (support, None):
+            for bounds in ([0, 5, 12], torch.tensor([0, 5, 12]), None):
+                rows = aligned_rows(ids, mask, support=evidence, cu_seqlens=bounds, values=values)
+                found += [rows.labels, rows.active, rows.per_token["values"]]
+                found += rows.support.to_packed()
+        return found
+
+    expected, before = everything(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        got = everything()
+    finally:
+        torch.set_default_dtype(before)
+    for value, wanted in zip(got, expected, strict=True):
+        assert value.dtype == wanted.dtype
+        assert torch.equal(value, wanted)
 
 
 def test_rows_move_to_a_device_and_the_mask_stays():
