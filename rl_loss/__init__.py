@@ -23,6 +23,7 @@ from rl_loss.csr import RowKind
 from rl_loss.lm_head import FusedLMHead, LMHeadOutput, fused_lm_head
 from rl_loss.loss.inputs import LossInputs, LossOutputs
 from rl_loss.loss.losses import icepop_loss, ipo_loss, reinforce_loss
+from rl_loss.loss.metrics import combine_metrics
 from rl_loss.one_pass import fused_lm_head_loss
 from rl_loss.support import Support
 
@@ -38,6 +39,7 @@ __all__ = [
     "Support",
     "aligned_rows",
     "capture_support",
+    "combine_metrics",
     "fused_lm_head",
     "fused_lm_head_loss",
     "icepop_loss",

@@ -4,22 +4,24 @@ import math
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from factory import relative_error
+from torch.utils.checkpoint import checkpoint
 
 from rl_loss import (
     LossInputs,
     RowKind,
     Support,
+    combine_metrics,
     fused_lm_head,
     icepop_loss,
     ipo_loss,
     reinforce_loss,
 )
-from rl_loss.loss.metrics import combine_metrics
 
 LOSSES = {
     "ipo": partial(ipo_loss, eps=0.12, max_importance_ratio=1.6),
@@ -28,6 +30,9 @@ LOSSES = {
 }
 KINDS = ["replay", "incomplete", "ids only", "head", "draws", "none"]
 V = 7
+# Two ways to one number in float64: sums of at most a hundred terms of size 10 at most, each
+# within two units of rounding (2e-16), are 4e-13 apart at most.
+FLOAT64 = {"rtol": 1e-13, "atol": 4e-13}
 
 
 def hand_weight(name: str, log_p: float, log_q: float, tail: bool = False) -> float:
@@ -44,7 +49,11 @@ def hand_weight(name: str, log_p: float, log_q: float, tail: bool = False) -> fl
 
 @dataclass
 class Row:
-    """One row with its logits and the sampler's whole distribution q over V."""
+    """One row with its logits and the sampler's whole distribution q over V.
+
+    The q of recorded ids is the one that float32 log-probabilities hold, as is the tail's mass,
+    so that a formula written out in float64 reads the numbers that the loss reads.
+    """
 
     z: torch.Tensor
     q: torch.Tensor
@@ -59,13 +68,15 @@ class Row:
         return Support.from_rows(
             [(self.ids, self.q[self.ids].log(), self.known)],
             kind=self.kind,
-            tail_mass=0.0 if self.kind == RowKind.DRAWS else max(0.0, 1 - self.known_mass()),
+            tail_mass=self.tail_mass(),
         )
 
-    def known_mass(self) -> float:
-        return float(
-            self.q[[v for v, known in zip(self.ids, self.known, strict=True) if known]].sum()
-        )
+    def tail_mass(self) -> float:
+        """What q puts outside the known ids, as float32 holds it."""
+        if self.kind == RowKind.DRAWS or not self.tail():
+            return 0.0
+        known = [v for v, known in zip(self.ids, self.known, strict=True) if known]
+        return float((1 - self.q[known].sum()).float())
 
     def logp(self) -> torch.Tensor:
         """log p over the row's normaliser, -inf outside it."""
@@ -90,7 +101,7 @@ class Row:
         q, tail = self.q.clone(), self.tail()
         if tail and self.kind in (RowKind.REPLAY, RowKind.HEAD):
             p = self.logp().exp()[tail]
-            q[tail] = (1 - self.known_mass()) * p / p.sum()
+            q[tail] = self.tail_mass() * p / p.sum()
         return q
 
 
@@ -117,6 +128,7 @@ def make_row(name: str, seed: int) -> Row:
         known = [True] * 4
     if name == "none":
         kind, ids, known = RowKind.NONE, [], []
+    q[ids] = q[ids].log().float().double().exp()
     row = Row(z, q, ids, known, kind)
     row.label = int(torch.multinomial(q, 1, generator=g))
     return row
@@ -135,7 +147,7 @@ def hand_centering(row: Row, rule: str) -> torch.Tensor:
         total += row.q[v] * hand_weight(rule, logp[v], logq[v]) * row.score(v)
     tail = row.tail()
     if tail:
-        q_tail, p = 1 - row.known_mass(), logp.exp()
+        q_tail, p = row.tail_mass(), logp.exp()
         p_tail = p[tail].sum()
         score = sum(p[v] / p_tail * row.score(v) for v in tail)
         weight = hand_weight(rule, p_tail.log(), math.log(q_tail), tail=True)
@@ -143,30 +155,37 @@ def hand_centering(row: Row, rule: str) -> torch.Tensor:
     return total
 
 
-def hand_kl(row: Row, direction: str) -> tuple[float, torch.Tensor]:
+def hand_estimate(x: float, direction: str, max_ratio: float) -> tuple[float, float]:
+    """Value and slope at the log-ratio x: beyond the bound, those of the tangent there."""
+    if direction == "squared":
+        return x * x, 2 * x
+    at = min(x, math.log(max_ratio))
+    slope = math.exp(at) - 1 if direction == "forward" else at * math.exp(at)
+    value = math.exp(at) - 1 - at
+    if direction == "reverse":
+        value = at * math.exp(at) - math.exp(at) + 1
+    return value + slope * (x - at), slope
+
+
+def hand_kl(row: Row, direction: str, max_ratio: float = 10.0) -> tuple[float, torch.Tensor]:
     """Value and gradient by the logits."""
     logp, logq, grad = row.logp(), row.q.log(), torch.zeros(V, dtype=torch.float64)
     known = [v for v, k in zip(row.ids, row.known, strict=True) if k]
-    if direction == "squared":
-        x = float(logp[row.label] - logq[row.label])
-        return x * x, 2 * x * row.score(row.label)
-    if row.kind in (RowKind.NONE, RowKind.DRAWS) or not known:
-        drawn, value = row.ids if row.kind == RowKind.DRAWS else [row.label], 0.0
+    if direction == "squared" or row.kind in (RowKind.NONE, RowKind.DRAWS) or not known:
+        drawn, value = [row.label], 0.0
+        if row.kind == RowKind.DRAWS and direction != "squared":
+            drawn = row.ids
         for v in drawn:
-            x = float(logp[v] - logq[v])
-            if direction == "forward":
-                value += (math.exp(x) - 1 - x) / len(drawn)
-                grad += (math.exp(x) - 1) * row.score(v) / len(drawn)
-            else:
-                value += (x * math.exp(x) - math.exp(x) + 1) / len(drawn)
-                grad += x * math.exp(x) * row.score(v) / len(drawn)
+            one, slope = hand_estimate(float(logp[v] - logq[v]), direction, max_ratio)
+            value += one / len(drawn)
+            grad += slope * row.score(v) / len(drawn)
         return value, grad
     tail, p, value = row.tail(), logp.exp(), 0.0
     entries = [(p[v], row.q[v], row.score(v)) for v in known]
     if tail:
         p_tail = p[tail].sum()
         score = sum(p[v] / p_tail * row.score(v) for v in tail)
-        entries.append((p_tail, torch.tensor(1 - row.known_mass()), score))
+        entries.append((p_tail, torch.tensor(row.tail_mass(), dtype=torch.float64), score))
     for p_v, q_v, score in entries:
         if direction == "forward":
             value += float(q_v * (q_v / p_v).log())
@@ -215,13 +234,18 @@ def test_gradient_and_value_by_hand(rule, kind, centering, direction, seed):
         grad, value = grad + kl_tau * weight * kl_grad, value + kl_tau * weight * kl_value
     loss = partial(LOSSES[rule], adv_tau=adv_tau, score_centering=centering, **kl)
     result, got = run(row, loss, row.label, log_q=log_q, advantage=advantage, weight=weight)
-    # q reaches the loss in float32.
-    torch.testing.assert_close(got, grad, rtol=1e-5, atol=2e-6)
-    assert float(result.loss.detach()) == pytest.approx(value, rel=1e-5, abs=2e-6)
+    torch.testing.assert_close(got, grad, **FLOAT64)
+    assert float(result.loss.detach()) == pytest.approx(value, rel=1e-13, abs=4e-13)
 
 
 def tail_gap(row: Row) -> float:
     return float((row.logp().exp() - row.modelled_q()).abs()[row.tail()].max())
+
+
+def left_over(q: torch.Tensor) -> float:
+    """How far from 0 an expectation under q may be: in float32 q adds up to 1 within 1e-7, and
+    grad mu, at most 2 under the rules above, is taken off once, not sum(q) times."""
+    return 2 * abs(1 - float(q.sum())) + FLOAT64["atol"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -239,7 +263,7 @@ def test_expected_gradient_is_zero(rule, kind, seed):
             _, grad = run(row, loss, label, log_q=float(q[label].log()))
             total += q[label] * grad
             size += float(q[label] * grad.abs().max())
-    assert float(total.abs().max()) < 1e-6
+    assert float(total.abs().max()) < left_over(q)
     if rule == "reinforce":
         assert size > 0.01
 
@@ -248,6 +272,7 @@ def test_expected_gradient_is_zero(rule, kind, seed):
 def test_expected_gradient_of_draws_is_zero(rule):
     """Every label and every pair of draws, each under q."""
     row = make_row("draws", 1)
+    row = replace(row, q=row.q.log().float().double().exp())  # any id may be drawn
     total = torch.zeros(V, dtype=torch.float64)
     for label in range(V):
         _, grad = run(
@@ -268,7 +293,7 @@ def test_expected_gradient_of_draws_is_zero(rule):
                 log_q=float(row.q[0].log()),
             )
             total += row.q[one] * row.q[two] * (centered - plain)
-    assert float(total.abs().max()) < 1e-6
+    assert float(total.abs().max()) < left_over(row.q)
 
 
 def test_a_row_with_nothing_rejected_needs_no_centering():
@@ -279,19 +304,19 @@ def test_a_row_with_nothing_rejected_needs_no_centering():
     _, plain = run(
         row, partial(loss, score_centering=False), row.label, log_q=float(row.q[row.label].log())
     )
-    torch.testing.assert_close(centered, plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(centered, plain, **FLOAT64)
 
 
 # --- far apart, small tails, excluded values ---
 
 
-def tokens(log_p, log_q, **more) -> LossInputs:
-    log_p = torch.tensor(log_p, requires_grad=True)
+def tokens(log_p, log_q, *, dtype=torch.float32, **more) -> LossInputs:
+    log_p = torch.tensor(log_p, dtype=dtype, requires_grad=True)
     defaults = {
-        "advantages": torch.ones(len(log_p)),
+        "advantages": torch.ones(len(log_p), dtype=dtype),
         "loss_mask": torch.ones(len(log_p), dtype=torch.bool),
     }
-    return LossInputs(log_p, torch.tensor(log_q), **{**defaults, **more})
+    return LossInputs(log_p, torch.tensor(log_q, dtype=dtype), **{**defaults, **more})
 
 
 @pytest.mark.parametrize("centering", [True, False])
@@ -318,7 +343,8 @@ def test_log_ratios_of_90_stay_finite(loss, direction, centering):
             if loss is ipo_loss:  # |e^-91 - e^-1| is above eps, e^-2 is not
                 kept[2] = 0
             for value, weight in zip(grad.tolist(), kept, strict=True):
-                assert value == pytest.approx(-weight, rel=1e-5)
+                # The largest x, log(1e4), has a unit of 2**-20, and exp(x) that share of itself.
+                assert value == pytest.approx(-weight, rel=2**-20)
                 assert weight or value == 0.0
             alone = tokens(log_p[3:], log_q[3:])
             loss(alone, **options).loss.backward()
@@ -406,19 +432,213 @@ def replace_rows(inputs: LossInputs, i: int) -> LossInputs:
 
 def test_kl_gradient_is_a_sum_of_products():
     """Advantages 0, kl_tau 1, log-ratios .3 and -.2, sampled tokens alone."""
-    x = torch.tensor([0.3, -0.2])
+    x = torch.tensor([0.3, -0.2], dtype=torch.float64)
     expected = {
         "forward": (x.exp() - 1 - x, x.exp() - 1),
         "reverse": (x * x.exp() - x.exp() + 1, x * x.exp()),
         "squared": (x**2, 2 * x),
     }
     for direction, (value, grad) in expected.items():
-        inputs = tokens([-1.0, -1.0], [-1.3, -0.8], advantages=torch.zeros(2))
+        inputs = tokens([-1.0, -1.0], [-1.3, -0.8], dtype=torch.float64, advantages=torch.zeros(2))
         out = ipo_loss(inputs, kl_tau=1.0, kl=direction)
         out.loss.backward()
-        torch.testing.assert_close(out.per_token_loss, value, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(inputs.trainer_logprobs.grad, grad, rtol=1e-5, atol=1e-6)
-        assert out.metrics["sampler_kl"] == pytest.approx(float(value.mean()), rel=1e-5)
+        torch.testing.assert_close(out.per_token_loss, value, **FLOAT64)
+        torch.testing.assert_close(inputs.trainer_logprobs.grad, grad, **FLOAT64)
+        assert out.metrics["sampler_kl"] == pytest.approx(float(value.mean()), rel=1e-13)
+
+
+# --- on which tokens KL acts, and how far an estimate reaches ---
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kl_on", ["all", "kept"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "squared"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", LOSSES)
+def test_bounded_kl_of_chosen_tokens_by_hand(rule, kind, direction, kl_on, seed):
+    """Every label that q can draw, so rejected and kept ones; ratios above 1.2 are many."""
+    row = make_row(kind, seed)
+    loss = partial(
+        LOSSES[rule], kl_tau=0.4, kl=direction, kl_on=kl_on, kl_max_ratio=1.2, adv_tau=0.0
+    )
+    for label in range(V):
+        if row.q[label] == 0:
+            continue
+        row.label, log_q = label, float(row.q[label].log())
+        value, grad = hand_kl(row, direction, 1.2)
+        kept = rule == "reinforce" or hand_weight(rule, float(row.logp()[label]), log_q) > 0
+        acts = kept or kl_on == "all"
+        result, got = run(row, loss, label, log_q=log_q, weight=0.7)
+        torch.testing.assert_close(got, 0.4 * 0.7 * acts * grad, **FLOAT64)
+        assert float(result.loss.detach()) == pytest.approx(0.28 * acts * value, abs=4e-13)
+        assert float(result.metrics["sampler_kl"]) == pytest.approx(acts * value, abs=4e-13)
+        assert int(result.metric_counts["sampler_kl"]) == acts
+        if not acts:
+            assert (got == 0).all()
+            assert result.loss == 0
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "squared"])
+@pytest.mark.parametrize("rule", LOSSES)
+def test_kl_on_kept_tokens_leaves_rejected_rows_as_without_kl(rule, direction):
+    """A batch of every kind, its sampled tokens moved so that one in two is rejected."""
+    inputs, _ = batch_inputs()
+    near = inputs.trainer_logprobs.detach()
+    far = torch.arange(12) % 4 < 2
+    inputs = replace(inputs, inference_logprobs=torch.where(far, near - 4, near - 0.1))
+    results = {}
+    for name, options in {"all": {}, "kept": {"kl_on": "kept"}, "none": {"kl_tau": 0.0}}.items():
+        case = as_leaves(inputs)
+        out = LOSSES[rule](case, **{"kl_tau": 0.3, "kl": direction, **options})
+        out.loss.backward()
+        grads = [
+            case.trainer_logprobs.grad,
+            case.trainer_support_logprobs.grad,
+            case.trainer_tail_logprobs.grad,
+        ]
+        results[name] = out, grads
+    kept = torch.full((12,), rule == "reinforce") | ~far
+    if rule == "ipo":
+        q = inputs.inference_logprobs.exp()
+        kept = (near.exp() - q).abs() <= 0.12
+    assert rule == "reinforce" or 0 < int(kept.sum()) < 12
+    rows = torch.repeat_interleave(torch.arange(12), inputs.support_offsets.diff())
+    out, grads = results["kept"]
+    for name, where in (("all", kept), ("none", ~kept)):
+        other, wanted = results[name]
+        assert torch.equal(out.per_token_loss[where], other.per_token_loss[where])
+        for grad, expected, at in zip(grads, wanted, (where, where[rows], where), strict=True):
+            assert torch.equal(grad[at], expected[at])
+    assert not torch.equal(results["all"][0].per_token_loss, results["none"][0].per_token_loss)
+    term = (results["all"][0].per_token_loss - results["none"][0].per_token_loss).detach()
+    values = term / (0.3 * inputs.loss_weights)
+    # A difference of losses below 10, divided by weights above 0.01.
+    expected = pytest.approx(float(values[kept].mean()), abs=1e-12)
+    assert float(out.metrics["sampler_kl"]) == expected
+    assert int(out.metric_counts["sampler_kl"]) == int(kept.sum())
+
+
+@pytest.mark.parametrize("max_ratio", [1.0, 1.2, 10.0, 1e4, math.inf])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_an_estimate_goes_on_along_its_tangent(direction, max_ratio):
+    """To both sides of the bound, the slope as the derivative of the value."""
+    bound = min(math.log(max_ratio), 20.0)
+    steps = [-90.0, -3.0, -0.1, 0.0, 0.3, bound - 1e-3, bound, bound + 1e-3, bound + 3.0, 90.0]
+    x = torch.tensor(sorted(steps), dtype=torch.float64, requires_grad=True)
+    at = x.clamp(max=bound)
+    most = math.expm1(bound) if direction == "forward" else bound * math.exp(bound)
+    wanted = at.exp() - 1 - at if direction == "forward" else at * at.exp() - at.exp() + 1
+    wanted = wanted + most * (x - x.detach().clamp(max=bound)) * (x > bound)
+    wanted.sum().backward()
+    log_p = (x.detach() - 95).tolist()
+    inputs = tokens(log_p, [-95.0] * len(x), dtype=torch.float64, advantages=torch.zeros(len(x)))
+    out = reinforce_loss(inputs, kl_tau=1.0, kl=direction, kl_max_ratio=max_ratio)
+    out.loss.backward()
+    values, slopes = out.per_token_loss.detach(), inputs.trainer_logprobs.grad
+    # A unit of x - 95 is 1.4e-14, times a slope and its growth of at most that.
+    near = {"rtol": 1e-13, "atol": 1e-13 * max(1.0, 2 * most)}
+    torch.testing.assert_close(values, wanted.detach(), **near)
+    torch.testing.assert_close(slopes, x.grad, **near)
+    assert (values >= 0).all()
+    assert (values[x >= 0].diff() >= 0).all()
+    assert (values[x <= 0].diff() <= 0).all()
+    assert float(slopes.max()) == pytest.approx(most, rel=1e-13, abs=1e-13)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("loss", [ipo_loss, icepop_loss])
+def test_a_rejected_token_far_off_does_not_outweigh_its_batch(loss, direction):
+    """A log-ratio of 15: e**15 - 1 is 3e6, which kl_tau=1e-3 does not make small."""
+    slope = {"forward": 9.0, "reverse": 10 * math.log(10)}[direction]
+    options = {"kl_tau": 1e-3, "kl": direction, "score_centering": False}
+    for more, wanted in (({}, 1e-3 * slope), ({"kl_on": "kept"}, 0.0)):
+        inputs = tokens([-1.0, -1.0], [-16.0, -1.1])
+        out = loss(inputs, **options, **more)
+        out.loss.backward()
+        assert out.metrics["is_masked"] == 0.5
+        assert float(inputs.trainer_logprobs.grad[0]) == pytest.approx(wanted, rel=2**-20)
+        alone = tokens([-1.0], [-1.1])
+        loss(alone, **options, **more).loss.backward()
+        assert torch.equal(inputs.trainer_logprobs.grad[1:], alone.trainer_logprobs.grad)
+    # Among the draws of a row too: the mean of 0 and of the slope at the bound.
+    drawn = torch.tensor([-1.0, -1.0], requires_grad=True)
+    inputs = tokens(
+        [-1.0],
+        [-16.0],
+        trainer_support_logprobs=drawn,
+        sampler_support_logprobs=torch.tensor([-1.0, -16.0]),
+        support_offsets=torch.tensor([0, 2]),
+        support_kind=torch.tensor([RowKind.DRAWS], dtype=torch.int8),
+    )
+    loss(inputs, **options).loss.backward()
+    assert inputs.trainer_logprobs.grad.tolist() == [0.0]
+    assert drawn.grad.tolist() == pytest.approx([0.0, 1e-3 * slope / 2], rel=2**-20)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_the_bound_costs_what_the_ids_beyond_it_hold(direction, seed):
+    """Every label under q: unbiased where no ratio is beyond, else low by the stated amount."""
+    row = make_row("none", seed)
+    row.q = (row.z + 2 * torch.randn(V, generator=torch.Generator().manual_seed(seed))).softmax(0)
+    p, q = row.logp().exp(), row.q
+    r, scores = p / q, torch.stack([row.score(v) for v in range(V)])
+    exact = (q * (q / p).log()).sum() if direction == "forward" else (p * r.log()).sum()
+    grad = -(q[:, None] * scores).sum(0)
+    if direction == "reverse":
+        grad = ((p * r.log())[:, None] * scores).sum(0)
+
+    def expected(bound):
+        value, total = 0.0, torch.zeros(V, dtype=torch.float64)
+        loss = partial(reinforce_loss, adv_tau=0.0, kl_tau=1.0, kl=direction, kl_max_ratio=bound)
+        for v in range(V):
+            result, one = run(row, loss, v, log_q=float(q[v].log()))
+            value, total = value + float(q[v] * result.loss.detach()), total + q[v] * one
+        return value, total
+
+    value, total = expected(2 * float(r.max()))
+    assert value == pytest.approx(float(exact), rel=1e-13, abs=4e-13)
+    torch.testing.assert_close(total, grad, **FLOAT64)
+    c = 1.5
+    beyond, log_r = r > c, r.log()
+    assert beyond.any()
+    value, total = expected(c)
+    if direction == "forward":
+        lost = (p - c * q * (1 + (r / c).log()))[beyond]
+        slope, most = p - c * q, p[beyond].sum()
+    else:
+        b = math.log(c)
+        lost = (p * (log_r - 1) - c * q * (b - 1 + b * (log_r - b)))[beyond]
+        slope, most = p * log_r - c * b * q, (p * log_r)[beyond].sum()
+    assert (lost > 0).all()
+    assert lost.sum() < most
+    assert value == pytest.approx(float(exact - lost.sum()), rel=1e-13, abs=4e-13)
+    short = (slope[beyond, None] * scores[beyond]).sum(0)
+    torch.testing.assert_close(total, grad - short, **FLOAT64)
+    assert short.abs().sum() < 2 * most
+
+
+@pytest.mark.parametrize("loss_mask", [[True] * 5, [True, True, False, True, True]])
+def test_squared_ipo_is_prime_rls(loss_mask):
+    """Its policy and KL terms by autograd; tokens far off are neither bounded nor left out."""
+    log_q, mask = [-1.0, -0.4, -2.0, -16.0, -3.0], torch.tensor(loss_mask)
+    x = torch.tensor([-1.2, -2.4, -1.0, -1.0, -3.1], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0, 0.5, 1.5, -1.0], dtype=torch.float64)
+    weights = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.25], dtype=torch.float64)
+    q = torch.tensor(log_q, dtype=torch.float64)
+    keep = (x.exp() - q.exp()).abs() <= 0.3
+    log_ratio = torch.where(mask, x - q, 0.0)
+    terms = -torch.where(keep, advantages * log_ratio.exp(), 0.0) + 1e-3 * log_ratio**2
+    wanted = torch.where(mask, weights * terms, 0.0)
+    wanted.sum().backward()
+    inputs = tokens(
+        x.tolist(), log_q, dtype=torch.float64, advantages=advantages, loss_mask=mask,
+        loss_weights=weights,
+    )  # fmt: skip
+    out = ipo_loss(inputs, eps=0.3, kl="squared", kl_tau=1e-3)
+    out.loss.backward()
+    torch.testing.assert_close(out.per_token_loss, wanted.detach(), **FLOAT64)
+    torch.testing.assert_close(inputs.trainer_logprobs.grad, x.grad, **FLOAT64)
 
 
 @pytest.mark.parametrize("mass", [0.0, -1e-7, 1e-9])
@@ -479,7 +699,7 @@ def test_kl_of_a_one_sided_tail_is_not_negative_and_pulls_back(direction):
 
 @pytest.mark.parametrize("rule", LOSSES)
 def test_a_small_tail_is_exact_in_float32(rule):
-    """p_tail of 1e-9: gradient by the logits within 1e-4 of float64."""
+    """p_tail of 1e-9: gradient by the logits as near to float64 as log p_tail itself."""
     z = torch.full((1, 9), -22.0, dtype=torch.float64)
     z[0, 4], z[0, 2] = 1.0, 0.3
     p = z[0].softmax(0)
@@ -499,8 +719,10 @@ def test_a_small_tail_is_exact_in_float32(rule):
         LOSSES[rule](inputs).loss.backward()
         grads.append(hidden.grad[0])
     tail = [v for v in range(9) if v not in (2, 4)]
-    assert relative_error(grads[0], grads[1]) < 1e-4
-    assert relative_error(grads[0][tail], grads[1][tail]) < 1e-4
+    # A unit of log p_tail, near -20, is 2**-19: half of one in log p and log q of the tail and in
+    # two exponentials. The other log-probabilities are above -2: units of 2**-23.
+    assert relative_error(grads[0], grads[1]) < 4 * 2**-23
+    assert relative_error(grads[0][tail], grads[1][tail]) < 4 * 2**-20
 
 
 def batch_inputs(seed: int = 0) -> tuple[LossInputs, Support]:
@@ -557,9 +779,10 @@ def test_flat_and_padded_layouts_are_one(rule, direction):
     one, two = loss(flat), loss(padded(wide))
     one.loss.backward()
     two.loss.backward()
+    # One sum of at most six numbers below 1, perhaps in another order.
     torch.testing.assert_close(one.per_token_loss, two.per_token_loss, rtol=1e-13, atol=1e-14)
     for name in ("trainer_logprobs", "trainer_support_logprobs", "trainer_tail_logprobs"):
-        torch.testing.assert_close(getattr(flat, name).grad, getattr(wide, name).grad)
+        torch.testing.assert_close(getattr(flat, name).grad, getattr(wide, name).grad, **FLOAT64)
     for name, value in one.metrics.items():
         torch.testing.assert_close(value, two.metrics[name], rtol=1e-13, atol=1e-14)
         assert one.metric_counts[name] == two.metric_counts[name]
@@ -590,9 +813,9 @@ def test_without_trainer_tails_the_published_form_gives_the_same_gradient(rule):
                 (torch.autograd.grad(result.loss, z, retain_graph=True)[0], result.metrics)
             )
     for (got, metrics), (expected, wanted) in zip(grads[2:], grads[:2], strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(got, expected, **FLOAT64)
         for name, value in metrics.items():
-            torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-9)
+            torch.testing.assert_close(value, wanted[name], **FLOAT64)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 1e30])
@@ -665,12 +888,13 @@ def test_micro_batches_recombine_exactly():
                 retain_graph=True,
             )
         )
+    # Sums over twelve rows in another order; a row's own numbers are the same bits.
     torch.testing.assert_close(sum(losses), whole.loss, rtol=1e-13, atol=1e-13)
     for i, wanted in enumerate(grad_whole):
-        torch.testing.assert_close(torch.cat([grad[i] for grad in grads]), wanted)
+        assert torch.equal(torch.cat([grad[i] for grad in grads]), wanted)
     metrics, counts = combine_metrics(parts)
     for name, value in whole.metrics.items():
-        torch.testing.assert_close(metrics[name], value, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(metrics[name], value, rtol=1e-13, atol=1e-13)
         assert counts[name] == whole.metric_counts[name]
 
 
@@ -763,6 +987,13 @@ def test_errors_name_the_argument():
     fails(r"trainer_tail_logprobs must be \(12,\)", trainer_tail_logprobs=torch.ones(2))
     with pytest.raises(ValueError, match="kl must be"):
         icepop_loss(inputs, kl="both")
+    with pytest.raises(ValueError, match='kl_on must be "all" or "kept", got \'masked\''):
+        icepop_loss(inputs, kl_on="masked")
+    for bound in (0.99, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"kl_max_ratio must be at least 1, got {bound}"):
+            reinforce_loss(inputs, kl_max_ratio=bound)
+    with pytest.raises(ValueError, match="kl_max_ratio must be a number, got '10'"):
+        reinforce_loss(inputs, kl_max_ratio="10")
     with pytest.raises(ValueError, match="ratio_low and ratio_high"):
         icepop_loss(inputs, ratio_low=3.0, ratio_high=2.0)
     with pytest.raises(ValueError, match="eps must be"):
@@ -775,6 +1006,7 @@ def test_errors_name_the_argument():
         ipo_loss(inputs, max_importance_ratio=0.0)
     for name in ("adv_tau", "kl_tau", "eps", "max_importance_ratio"):
         ipo_loss(inputs, **{name: np.float32(0.5)})
+    ipo_loss(inputs, kl_max_ratio=np.float32(2))
     with pytest.raises(ValueError, match="adv_tau must be a number, got '1'"):
         ipo_loss(inputs, adv_tau="1")
     with pytest.raises(ValueError, match="eps must be a number, got None"):
@@ -791,6 +1023,45 @@ def test_errors_name_the_argument():
         LossInputs.from_head(out, None, **given, loss_mask=[True] * 12)
     with pytest.raises(ValueError, match="output must be an LMHeadOutput, got Tensor"):
         LossInputs.from_head(z, None, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name", ["inference_logprobs", "sampler_support_logprobs", "sampler_tail_mass"]
+)
+def test_what_the_sampler_reported_must_not_be_in_half_precision(name, dtype):
+    inputs, _ = batch_inputs()
+    half = replace(inputs, **{name: getattr(inputs, name).to(dtype)})
+    with pytest.raises(ValueError, match=rf"{name} must be .*float32.* got {dtype}") as error:
+        ipo_loss(half)
+    assert "cast_forward_inputs=False" in str(error.value)
+    for other in ("advantages", "loss_weights"):
+        ipo_loss(replace(inputs, **{other: getattr(inputs, other).to(dtype)}))
+
+
+def test_the_support_is_the_heads_own_by_default():
+    inputs, support = batch_inputs()
+    z = torch.randn(12, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([int(ids[0]) if len(ids) else 0 for ids in rows_of_ids(support)])
+    out = fused_lm_head(z, torch.eye(V, dtype=torch.float64), labels, support)
+    given = {"inference_logprobs": inputs.inference_logprobs, "advantages": inputs.advantages}
+    one, two = LossInputs.from_head(out, **given), LossInputs.from_head(out, support, **given)
+    assert one.trainer_support_logprobs is not None
+    for field in fields(one):
+        assert getattr(one, field.name) is getattr(two, field.name)
+    # An output without a support of its own, as others may build it.
+    names = ("logprobs", "active", "support_valid", "support_logprobs", "trainer_tail_logprobs")
+    bare = SimpleNamespace(**{name: getattr(out, name) for name in names})
+    with pytest.raises(ValueError, match=r"support must be the one .* got None"):
+        LossInputs.from_head(bare, **given)
+    again = LossInputs.from_head(bare, support, **given)
+    assert again.sampler_support_logprobs is two.sampler_support_logprobs
+    plain = fused_lm_head(z, torch.eye(V, dtype=torch.float64), labels)
+    assert LossInputs.from_head(plain, **given).trainer_support_logprobs is None
+
+
+def rows_of_ids(support: Support) -> list[torch.Tensor]:
+    return list(support.ids.split(support.offsets.diff().tolist()))
 
 
 def test_another_support_of_the_same_size_is_refused():
@@ -856,7 +1127,9 @@ def test_an_object_with_prime_rls_fields_alone():
     out = icepop_loss(own)
     out.loss.backward()
     r = (torch.tensor([-1.0, -2.0]) - torch.tensor([-1.1, -1.9])).exp()
-    torch.testing.assert_close(own.trainer_logprobs.grad[:2], -torch.tensor([1.0, -1.0]) * r)
+    wanted = -torch.tensor([1.0, -1.0]) * r
+    # Two exponentials of one float32, each within two units of rounding.
+    torch.testing.assert_close(own.trainer_logprobs.grad[:2], wanted, rtol=2**-21, atol=0.0)
     assert own.trainer_logprobs.grad[2] == 0
     assert out.loss.dim() == 0
     assert out.metrics["score_centering/uncentered"] == 1
@@ -865,14 +1138,80 @@ def test_an_object_with_prime_rls_fields_alone():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_logprobs_are_computed_in_float32(dtype):
+    """The trainer's, advantages and weights alone: what the sampler reported is float32."""
     logp = torch.tensor([-1.2, -7.3], dtype=dtype, requires_grad=True)
-    on = torch.ones(2, dtype=torch.bool)
-    out = ipo_loss(LossInputs(logp, logp.detach(), torch.ones(2, dtype=dtype), on), kl_tau=1.0)
+    on, ones = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=dtype)
+    out = ipo_loss(LossInputs(logp, logp.detach().float(), ones, on, ones), kl_tau=1.0)
     assert out.loss.dtype == torch.float32
     assert out.per_token_loss.tolist() == [-1.0, -1.0]
     assert out.metrics["importance_ratio_mean"] == 1
     out.loss.backward()
     assert logp.grad.tolist() == [-1.0, -1.0]
+
+
+@pytest.fixture
+def default_dtype():
+    """Sets torch's default dtype for the length of a test."""
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rule", LOSSES)
+def test_no_result_depends_on_the_default_dtype(rule, dtype, default_dtype):
+    """Float32 inputs: flat, padded with the tail from the known ids, and tokens alone."""
+    inputs, _ = batch_inputs()
+    single = LossInputs(**{f.name: as_float32(getattr(inputs, f.name)) for f in fields(inputs)})
+
+    def everything() -> list[torch.Tensor]:
+        found = []
+        for kl in ("forward", "reverse", "squared"):
+            flat = as_leaves(single)
+            wide = replace(padded(flat), trainer_tail_logprobs=None, support_kind=None)
+            alone = [flat.trainer_logprobs, flat.inference_logprobs, flat.advantages]
+            for case in (flat, wide, LossInputs(*alone, flat.loss_mask)):
+                out = LOSSES[rule](case, kl_tau=0.5, kl=kl, kl_on="kept")
+                leaves = flat.trainer_logprobs, flat.trainer_support_logprobs
+                grads = torch.autograd.grad(out.loss, leaves, allow_unused=True)
+                both = combine_metrics([(out.metrics, out.metric_counts)] * 2)
+                found += [out.loss, out.per_token_loss, *(g for g in grads if g is not None)]
+                for part in (out.metrics, out.metric_counts, *both):
+                    found += part.values()
+        return found
+
+    expected = everything()
+    default_dtype(dtype)
+    for value, wanted in zip(everything(), expected, strict=True):
+        assert value.dtype == wanted.dtype
+        assert torch.equal(value.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+def as_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@pytest.mark.parametrize("rule", LOSSES)
+def test_compiled_whole_and_checkpointed(rule):
+    """One graph without a break, and a forward that is run again in the backward."""
+    inputs, _ = batch_inputs()
+    names = ("trainer_logprobs", "trainer_support_logprobs", "trainer_tail_logprobs")
+    loss = partial(LOSSES[rule], kl_tau=0.3, kl_on="kept")
+
+    def of_leaves(*leaves: torch.Tensor) -> torch.Tensor:
+        return loss(replace(inputs, **dict(zip(names, leaves, strict=True)))).loss
+
+    grads = []
+    for call in (
+        of_leaves,
+        torch.compile(of_leaves, backend="aot_eager", fullgraph=True),
+        partial(checkpoint, of_leaves, use_reentrant=False),
+    ):
+        leaves = [getattr(inputs, name).detach().clone().requires_grad_() for name in names]
+        call(*leaves).backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for other in grads[1:]:
+        assert all(torch.equal(grad, wanted) for grad, wanted in zip(other, grads[0], strict=True))
 
 
 def test_no_tokens_and_no_rows():

@@ -5,12 +5,18 @@ import math
 import pytest
 import torch
 
-from rl_loss import LossInputs, Support, fused_lm_head, icepop_loss, ipo_loss
-from rl_loss.loss.metrics import combine_metrics
+import rl_loss.metrics
+from rl_loss import LossInputs, Support, combine_metrics, fused_lm_head, icepop_loss, ipo_loss
+
+# Formulas of a dozen terms below 10 in float64, each within two units of rounding.
+NEAR = {"rel": 1e-13, "abs": 1e-13}
 
 
 def run(loss=icepop_loss, **options):
-    """Three loss tokens and one outside: a REPLAY row, a HEAD row, a NONE row."""
+    """Three loss tokens and one outside: a REPLAY row, a HEAD row, a NONE row.
+
+    Returns the result, the head's output with the support, and log q of the tokens.
+    """
     z = torch.tensor([[0.0, 1.0, 2.0, 0.5]] * 4, dtype=torch.float64)
     q = torch.tensor([0.5, 0.3])
     support = Support.from_rows(
@@ -47,18 +53,20 @@ def test_token_metrics():
         "sampler_kl": 0.0,
     }
     for name, value in expected.items():
-        assert float(result.metrics[name]) == pytest.approx(float(value), rel=1e-9), name
+        assert float(result.metrics[name]) == pytest.approx(float(value), **NEAR), name
     counts = {"mismatch_kl": 3, "masked_mismatch_kl": 1, "unmasked_mismatch_kl": 2, "sampler_kl": 0}
     for name, count in counts.items():
         assert int(result.metric_counts[name]) == count
 
 
 def test_centering_metrics():
-    result, _, _ = run()
+    result, out, _ = run()
     p = torch.tensor([0.0, 1.0, 2.0, 0.5], dtype=torch.float64).softmax(0)
     replay = p[[1, 2]] / p[[1, 2]].sum()
-    q_replay, q_head = torch.tensor([0.4, 0.6]).double(), torch.tensor([0.5, 0.3]).double()
-    p_head, p_tail, q_tail = p[[2, 1]], float(1 - p[[2, 1]].sum()), 0.2
+    q_replay, q_head = out.support.sampler_logprobs.double().exp().split(2)  # 0.4, 0.6; 0.5, 0.3
+    p_head, p_tail = p[[2, 1]], float(1 - p[[2, 1]].sum())
+    q_tail = float(out.support.sampler_tail_mass[1])
+    assert q_tail == pytest.approx(0.2, rel=2**-22)
 
     def l1(p, q):
         c = torch.where((p / q >= 0.2) & (p / q <= 5), p, 0.0)  # q w = p where kept
@@ -68,7 +76,7 @@ def test_centering_metrics():
         "uncentered": 1 / 3,
         "support_size": 2.0,
         "head_mass": (1 + float(p_head.sum())) / 2,
-        "tail_mass": 0.1,
+        "tail_mass": q_tail / 2,
         "mask_tv": (
             float((replay - q_replay).abs().sum())
             + float((p_head - q_head).abs().sum())
@@ -87,7 +95,7 @@ def test_centering_metrics():
     }
     for name, value in values.items():
         got = float(result.metrics[f"score_centering/{name}"])
-        assert got == pytest.approx(value, rel=1e-6, abs=1e-7), name
+        assert got == pytest.approx(value, **NEAR), name
     assert int(result.metric_counts["score_centering/uncentered"]) == 3
     assert int(result.metric_counts["score_centering/mask_tv"]) == 2
 
@@ -108,7 +116,8 @@ def test_correction_l1_is_the_norm_of_the_correction_on_the_logits():
         grads.append(torch.autograd.grad(result.loss, z)[0])
     norm = (grads[0] - grads[1]).abs().sum()
     assert norm > 0.01
-    assert float(result.metrics["score_centering/correction_l1"]) == pytest.approx(float(norm))
+    l1 = float(result.metrics["score_centering/correction_l1"])
+    assert l1 == pytest.approx(float(norm), **NEAR)
 
 
 def test_rows_whose_tail_model_may_be_inexact_are_counted():
@@ -118,6 +127,33 @@ def test_rows_whose_tail_model_may_be_inexact_are_counted():
     assert float(result.metrics["score_centering/tail_inexact"]) == 0.5
     assert float(run(ipo_loss, eps=0.5)[0].metrics["score_centering/tail_inexact"]) == 0
     assert float(run(icepop_loss)[0].metrics["score_centering/tail_inexact"]) == 0
+
+
+def test_parts_combine_by_their_counts():
+    """A mean over 1 row and one over 3, a part without rows, and a maximum."""
+
+    def part(mean, most, count):
+        n = torch.tensor(count)
+        return {"a": torch.tensor(mean), "a_max": torch.tensor(most)}, {"a": n, "a_max": n}
+
+    metrics, counts = combine_metrics([part(1.0, 4.0, 1), part(0.0, 0.0, 0), part(5.0, 2.0, 3)])
+    assert {name: float(value) for name, value in metrics.items()} == {"a": 4.0, "a_max": 4.0}
+    assert {name: int(count) for name, count in counts.items()} == {"a": 4, "a_max": 4}
+    assert rl_loss.metrics.combine_metrics is combine_metrics
+
+
+def test_sampler_kl_is_over_the_tokens_it_acts_on():
+    """The NONE row's token is rejected: its bounded estimate is in the mean of all alone."""
+    everywhere, out, log_q = run(kl_tau=1.0)
+    kept = run(kl_tau=1.0, kl_on="kept")[0]
+    x = float((out.logprobs.detach() - log_q)[2])
+    assert x > math.log(10)
+    rejected = 9 - math.log(10) + 9 * (x - math.log(10))
+    total = 3 * float(everywhere.metrics["sampler_kl"])
+    assert total - 2 * float(kept.metrics["sampler_kl"]) == pytest.approx(rejected, **NEAR)
+    assert int(everywhere.metric_counts["sampler_kl"]) == 3
+    assert int(kept.metric_counts["sampler_kl"]) == 2
+    assert float(everywhere.metrics["mismatch_kl"]) > float(everywhere.metrics["sampler_kl"])
 
 
 def test_parts_with_other_metrics_are_refused():

@@ -1,4 +1,4 @@
-"""Exact score centering: the sampler-expected score of every row, from its evidence.
+"""Exact score centering: the sampler-expected score of every row, from its support entries.
 
 Source: score centering, arXiv 2609.20807. The tail enters as one more entry: the published
 form, `alpha * p_v` taken from each known id, equals it by `sum(p grad log p) = 0`.
@@ -9,38 +9,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rl_loss.loss.rows import Evidence
+from rl_loss.loss.rows import SupportEntries
 from rl_loss.loss.weighting import Rule
 
 
 class Centering(NamedTuple):
     """The expected score of every row: what to multiply each `grad log p` with."""
 
-    entries: Tensor  # [E]
-    tails: Tensor  # [N]
+    by_entry: Tensor  # [E]
+    by_tail: Tensor  # [N]
     l1: Tensor  # [N] the L1 norm of grad mu by the row's logits, on rows with known q
     inexact: Tensor  # [N] bool: the tail's model may differ from the rule token by token
 
 
-def expected_score(rule: Rule, evidence: Evidence) -> Centering:
-    """`grad mu = sum_C sg(q w) grad log p + sg(q_tail w_tail) grad log p_tail`, 0 without evidence.
+def expected_score(rule: Rule, entries: SupportEntries) -> Centering:
+    """`grad mu = sum_C sg(q w) grad log p + sg(q_tail w_tail) grad log p_tail`, 0 without entries.
 
     On DRAWS rows of M draws `grad mu = mean of sg(w) grad log p` instead.
     """
-    log_p, log_q = evidence.log_p, evidence.log_q
-    if evidence.layout.size == 0:
-        return Centering(log_p, evidence.p_tail, evidence.p_tail, evidence.has_tail)
+    log_p, log_q = entries.log_p, entries.log_q
+    if entries.layout.size == 0:
+        return Centering(log_p, entries.p_tail, entries.p_tail, entries.has_tail)
     share = torch.where(
-        evidence.at(evidence.drawn), evidence.at(1 / evidence.size.clamp(min=1)), log_q.exp()
+        entries.at(entries.drawn), entries.at(1 / entries.size.clamp(min=1)), log_q.exp()
     )
-    entries = torch.where(evidence.valid, share * rule.weigh(log_p, log_q).weight, 0.0)
-    tail = evidence.log_p_tail, evidence.log_q_tail
-    tails = torch.where(evidence.has_tail, evidence.q_tail * rule.tail(*tail).weight, 0.0)
-    total = evidence.sum(entries) + tails
-    on_logits = torch.where(evidence.valid, entries - log_p.exp() * evidence.at(total), 0.0)
+    by_entry = torch.where(entries.valid, share * rule.weigh(log_p, log_q).weight, 0.0)
+    tail = entries.log_p_tail, entries.log_q_tail
+    by_tail = torch.where(entries.has_tail, entries.q_tail * rule.tail(*tail).weight, 0.0)
+    total = entries.sum(by_entry) + by_tail
+    on_logits = torch.where(entries.valid, by_entry - log_p.exp() * entries.at(total), 0.0)
     return Centering(
-        entries=entries,
-        tails=tails,
-        l1=evidence.sum(on_logits.abs()) + (tails - evidence.p_tail * total).abs(),
-        inexact=evidence.has_tail & rule.inexact(*tail),
+        by_entry=by_entry,
+        by_tail=by_tail,
+        l1=entries.sum(on_logits.abs()) + (by_tail - entries.p_tail * total).abs(),
+        inexact=entries.has_tail & rule.inexact(*tail),
     )

@@ -39,18 +39,18 @@ class LossInputs:
     def from_head(
         cls,
         output: Any,
-        support: Any,
+        support: Any = None,
         *,
         inference_logprobs: Tensor,
         advantages: Tensor,
         loss_mask: Tensor | None = None,
         loss_weights: Tensor | None = None,
     ) -> "LossInputs":
-        """The inputs of a loss from the output of `fused_lm_head` and the support it was given.
+        """The inputs of a loss from the output of `fused_lm_head`.
 
         Args:
             output: LMHeadOutput.
-            support: the `Support` that the head was called with, or None.
+            support: the `Support` that the head was called with; by default the output's own.
             inference_logprobs: `[...]` log q of the sampled token, as the sampler reported it.
             advantages: `[...]`.
             loss_mask: `[...]` bool, the tokens of the loss; the head's `active` by default.
@@ -85,6 +85,8 @@ class LossInputs:
             loss_mask=loss_mask,
             loss_weights=loss_weights,
         )
+        headed = getattr(output, "support", None)
+        support = headed if support is None else support
         if support is None:
             if output.support_logprobs.numel():
                 raise ValueError("support must be the one that the head was called with, got None")
@@ -98,7 +100,7 @@ class LossInputs:
                 f"{support.nnz} entries"
             )
         inputs.trainer_support_logprobs = output.support_logprobs
-        inputs.sampler_support_logprobs = _of_head(support, getattr(output, "support", None))
+        inputs.sampler_support_logprobs = _of_head(support, headed)
         inputs.support_valid = output.support_valid
         inputs.sampler_tail_mass = support.sampler_tail_mass
         inputs.trainer_tail_logprobs = output.trainer_tail_logprobs

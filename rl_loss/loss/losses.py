@@ -1,7 +1,8 @@
 """Policy-gradient losses on log-probabilities: ipo, icepop and reinforce."""
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from rl_loss.csr import TOLERANCE
 from rl_loss.loss.centering import expected_score
 from rl_loss.loss.inputs import LossOutputs
 from rl_loss.loss.metrics import MetricTable, centering_metrics, token_metrics
-from rl_loss.loss.rows import read_evidence, read_tokens, to_entries
+from rl_loss.loss.rows import Slopes, SupportEntries, read_entries, read_tokens, to_entries
 from rl_loss.loss.sampler_kl import Direction, sampler_kl
 from rl_loss.loss.weighting import IcePop, Ipo, Reinforce, Rule
+
+KLTokens = Literal["all", "kept"]
 
 
 def ipo_loss(
@@ -24,6 +27,8 @@ def ipo_loss(
     score_centering: bool = True,
     kl_tau: float = 0.0,
     kl: Direction = "forward",
+    kl_on: KLTokens = "all",
+    kl_max_ratio: float = 10.0,
     eps: float = 0.3,
     max_importance_ratio: float = 1e4,
 ) -> LossOutputs:
@@ -39,6 +44,14 @@ def ipo_loss(
         score_centering: subtract the sampler-expected score, on rejected tokens too.
         kl_tau: the factor of the sampler KL; 0 computes none.
         kl: "forward" `KL(q || p)`, "reverse" `KL(p || q)`, or "squared" `(log r)**2`.
+        kl_on: the loss tokens that have the sampler KL: "all", or those that the rule has "kept";
+            a rejected token then has none, and its row's support none either.
+        kl_max_ratio: at least 1; beyond this ratio a KL estimate from samples (DRAWS and NONE
+            rows, ids alone) goes on along its tangent in `log r`, so that its slope by `log p`
+            is at most `kl_max_ratio - 1` forward, `kl_max_ratio * log(kl_max_ratio)` reverse.
+            The bias: a forward estimate is low by at most p's mass on the ids beyond, a reverse
+            one by at most what they add to the divergence. math.inf leaves `log r <= 20`.
+            "squared" is not bounded: its slope is `2 log r`.
         eps: the largest difference of the probabilities p and q that keeps a token.
         max_importance_ratio: the cap of the ratio `r = p / q`.
 
@@ -67,7 +80,7 @@ def ipo_loss(
     if not max_importance_ratio > 0:
         raise ValueError(f"max_importance_ratio must be above 0, got {max_importance_ratio}")
     rule = Ipo(eps, max_importance_ratio)
-    return _loss(inputs, rule, adv_tau, score_centering, kl_tau, kl)
+    return _loss(inputs, rule, _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio))
 
 
 def icepop_loss(
@@ -77,6 +90,8 @@ def icepop_loss(
     score_centering: bool = True,
     kl_tau: float = 0.0,
     kl: Direction = "forward",
+    kl_on: KLTokens = "all",
+    kl_max_ratio: float = 10.0,
     ratio_low: float = 0.2,
     ratio_high: float = 5.0,
 ) -> LossOutputs:
@@ -85,7 +100,7 @@ def icepop_loss(
     Gradient, value, other arguments, errors: as `ipo_loss`.
 
     Args:
-        inputs, adv_tau, score_centering, kl_tau, kl: as `ipo_loss`.
+        inputs, adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio: as `ipo_loss`.
         ratio_low, ratio_high: the inclusive bounds of the ratio `r = p / q`.
 
     Source: IcePop, arXiv 2510.18855; score centering: arXiv 2609.20807.
@@ -107,7 +122,7 @@ def icepop_loss(
     if ratio_high == 0:
         raise ValueError("ratio_high must be above 0, got 0")
     rule = IcePop(ratio_low, ratio_high)
-    return _loss(inputs, rule, adv_tau, score_centering, kl_tau, kl)
+    return _loss(inputs, rule, _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio))
 
 
 def reinforce_loss(
@@ -117,6 +132,8 @@ def reinforce_loss(
     score_centering: bool = True,
     kl_tau: float = 0.0,
     kl: Direction = "forward",
+    kl_on: KLTokens = "all",
+    kl_max_ratio: float = 10.0,
 ) -> LossOutputs:
     """The loss without an importance weight, `w = 1`; its value is `-adv_tau * A * W * log p`.
 
@@ -132,69 +149,90 @@ def reinforce_loss(
         >>> float(out.loss)
         1.0
     """
-    return _loss(inputs, Reinforce(), adv_tau, score_centering, kl_tau, kl)
+    return _loss(
+        inputs, Reinforce(), _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio)
+    )
 
 
-def _loss(
-    inputs: Any, rule: Rule, adv_tau: float, score_centering: bool, kl_tau: float, kl: Direction
-) -> LossOutputs:
+@dataclass(frozen=True)
+class LossOptions:
+    """What every loss is told alike."""
+
+    adv_tau: float
+    score_centering: bool
+    kl_tau: float
+    kl: Direction
+    kl_on: KLTokens
+    kl_max_ratio: float
+
+
+def _options(
+    adv_tau: float,
+    score_centering: bool,
+    kl_tau: float,
+    kl: Direction,
+    kl_on: KLTokens,
+    kl_max_ratio: float,
+) -> LossOptions:
+    """The options of a loss, checked."""
     if kl not in ("forward", "reverse", "squared"):
         raise ValueError(f'kl must be "forward", "reverse" or "squared", got {kl!r}')
+    if kl_on not in ("all", "kept"):
+        raise ValueError(f'kl_on must be "all" or "kept", got {kl_on!r}')
     adv_tau, kl_tau = require_number("adv_tau", adv_tau), require_number("kl_tau", kl_tau)
     for name, factor in {"adv_tau": adv_tau, "kl_tau": kl_tau}.items():
         if not math.isfinite(factor) or (name == "kl_tau" and factor < 0):
             raise ValueError(
                 f"{name} must be finite{', at least 0' * (name == 'kl_tau')}, got {factor}"
             )
+    kl_max_ratio = require_number("kl_max_ratio", kl_max_ratio)
+    if not kl_max_ratio >= 1:
+        raise ValueError(f"kl_max_ratio must be at least 1, got {kl_max_ratio}")
+    return LossOptions(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio)
+
+
+def _loss(inputs: Any, rule: Rule, options: LossOptions) -> LossOutputs:
     with torch.no_grad():
         tokens = read_tokens(inputs)
-        evidence = read_evidence(inputs, tokens)
+        entries = read_entries(inputs, tokens)
         table = MetricTable()
         weight, kept = rule.weigh(tokens.log_p, tokens.log_q)
         token_metrics(table, tokens, kept)
-        centering = expected_score(rule, evidence)
-        centering_metrics(table, tokens, evidence, centering)
-        scale = -adv_tau * tokens.advantages * tokens.weights
+        centering = expected_score(rule, entries)
+        centering_metrics(table, tokens, entries, centering)
+        scale = -options.adv_tau * tokens.advantages * tokens.weights
         value = scale * (tokens.log_p if isinstance(rule, Reinforce) else weight)
-        d_tokens = scale * weight
-        d_entries: Tensor | None = None
-        d_tails: Tensor | None = None
-        if score_centering:
-            d_entries = -evidence.at(scale) * centering.entries
-            d_tails = -scale * centering.tails
-        divergence = torch.zeros_like(tokens.log_q)
-        if kl_tau != 0:
-            shares = kl_tau * tokens.weights
-            kl_rows = sampler_kl(kl, tokens, evidence)
-            divergence = kl_rows.value
+        slopes = Slopes(scale * weight)
+        if options.score_centering:
+            by_entry, by_tail = centering.by_entry, centering.by_tail
+            slopes = Slopes(slopes.by_token, -entries.at(scale) * by_entry, -scale * by_tail)
+        divergence, acts = torch.zeros_like(tokens.log_q), tokens.mask
+        if options.kl_on == "kept":
+            acts = acts & kept
+        if options.kl_tau != 0:
+            shares = options.kl_tau * tokens.weights
+            kl = sampler_kl(tokens, entries, acts, options.kl, options.kl_max_ratio)
+            divergence = kl.value
             value = value + shares * divergence
-            d_tokens = d_tokens + shares * kl_rows.tokens
-            d_entries = _plus(d_entries, kl_rows.entries, evidence.at(shares))
-            d_tails = _plus(d_tails, kl_rows.tails, shares)
-        table.mean("sampler_kl", divergence, tokens.mask & (kl_tau != 0))
-        if d_entries is not None and d_tails is not None and not evidence.tail_given:
-            # log p_tail came of the known ids: `grad = -sum(p_v grad log p_v) / p_tail`, which
-            # is the published form's `alpha * p_v` taken from each of them.
-            share = torch.where(evidence.p_tail > 0, d_tails / evidence.p_tail, 0.0)
-            d_entries = d_entries - evidence.at(share) * evidence.log_p.exp() * evidence.valid
+            slopes = Slopes(
+                slopes.by_token + shares * kl.slopes.by_token,
+                _plus(slopes.by_entry, kl.slopes.by_entry, entries.at(shares)),
+                _plus(slopes.by_tail, kl.slopes.by_tail, shares),
+            )
+        table.mean("sampler_kl", divergence, acts & (options.kl_tau != 0))
         metrics, counts = table.reduce()
         # What is bad is NaN in value and in gradient.
-        bad = evidence.bad | ~(tokens.log_p.isfinite() & tokens.log_q.isfinite())
+        bad = entries.bad | ~(tokens.log_p.isfinite() & tokens.log_q.isfinite())
         bad |= tokens.log_q > TOLERANCE  # a probability above 1, or none: -log q, say
         value = torch.where(bad, torch.nan, value)
-        d_tokens = torch.where(bad, torch.nan, d_tokens)
-        if d_entries is not None and d_tails is not None:
-            d_entries = torch.where(evidence.at(bad), torch.nan, d_entries)
-            d_tails = torch.where(bad, torch.nan, d_tails)
+        slopes = _nan_where(bad, _by_known_ids(slopes, entries), entries)
     per_token = _PerToken.apply(
         inputs.trainer_logprobs,
         getattr(inputs, "trainer_support_logprobs", None),
         getattr(inputs, "trainer_tail_logprobs", None),
         value,
-        d_tokens,
-        d_entries,
-        d_tails,
-        evidence.layout.rows,
+        slopes,
+        entries.layout.rows,
     )
     return LossOutputs(
         loss=per_token.sum(),
@@ -210,12 +248,35 @@ def _plus(total: Tensor | None, slope: Tensor | None, factor: Tensor) -> Tensor 
     return factor * slope if total is None else total + factor * slope
 
 
+def _by_known_ids(slopes: Slopes, entries: SupportEntries) -> Slopes:
+    """The slopes with the tail's spread over the known ids, where `log p_tail` came of them.
+
+    `grad log p_tail = -sum(p_v grad log p_v) / p_tail`: the published form's `alpha * p_v` taken
+    from each known id.
+    """
+    if entries.tail_given or slopes.by_entry is None or slopes.by_tail is None:
+        return slopes
+    share = torch.where(entries.p_tail > 0, slopes.by_tail / entries.p_tail, 0.0)
+    spread = entries.at(share) * entries.log_p.exp() * entries.valid
+    return slopes._replace(by_entry=slopes.by_entry - spread)
+
+
+def _nan_where(bad: Tensor, slopes: Slopes, entries: SupportEntries) -> Slopes:
+    """NaN in the slopes of the rows `bad [N]`."""
+    by_token, by_entry, by_tail = slopes
+    return Slopes(
+        torch.where(bad, torch.nan, by_token),
+        None if by_entry is None else torch.where(entries.at(bad), torch.nan, by_entry),
+        None if by_tail is None else torch.where(bad, torch.nan, by_tail),
+    )
+
+
 class _PerToken(torch.autograd.Function):
     """Values whose gradient is specified apart: slopes by each log-probability."""
 
     @staticmethod
-    def forward(ctx, log_p, support_log_p, tail_log_p, value, d_tokens, d_entries, d_tails, rows):
-        ctx.save_for_backward(d_tokens, d_entries, d_tails, rows)
+    def forward(ctx, log_p, support_log_p, tail_log_p, value, slopes, rows):
+        ctx.save_for_backward(*slopes, rows)
         ctx.like = [
             None if t is None else (t.shape, t.dtype) for t in (log_p, support_log_p, tail_log_p)
         ]
@@ -224,13 +285,13 @@ class _PerToken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        d_tokens, d_entries, d_tails, rows = ctx.saved_tensors
+        by_token, by_entry, by_tail, rows = ctx.saved_tensors
         grads = []
-        for i, slopes in enumerate((d_tokens, d_entries, d_tails)):
+        for i, slopes in enumerate((by_token, by_entry, by_tail)):
             if slopes is None or ctx.like[i] is None or not ctx.needs_input_grad[i]:
                 grads.append(None)
                 continue
             shape, dtype = ctx.like[i]
             up = to_entries(upstream, rows, len(slopes)) if i == 1 else upstream
             grads.append((up * slopes).to(dtype).reshape(shape))
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None

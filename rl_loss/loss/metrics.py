@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_loss.loss.centering import Centering
-from rl_loss.loss.rows import Evidence, Tokens
-from rl_loss.loss.sampler_kl import LOG_RATIO_MAX
+from rl_loss.loss.rows import LOG_RATIO_MAX, SupportEntries, Tokens
 
 Metrics = dict[str, Tensor]
 
@@ -57,21 +56,21 @@ def token_metrics(table: MetricTable, tokens: Tokens, kept: Tensor) -> None:
 
 
 def centering_metrics(
-    table: MetricTable, tokens: Tokens, evidence: Evidence, centering: Centering
+    table: MetricTable, tokens: Tokens, entries: SupportEntries, centering: Centering
 ) -> None:
-    """What the evidence is worth; all but `uncentered` over the rows with known q."""
-    known = evidence.modelled
-    p, q = evidence.log_p.exp(), evidence.log_q.exp()
-    gap = evidence.sum(torch.where(evidence.valid, (p - q).abs(), 0.0))
+    """What the entries are worth; all but `uncentered` over the rows with known q."""
+    known = entries.modelled
+    p, q = entries.log_p.exp(), entries.log_q.exp()
+    gap = entries.sum(torch.where(entries.valid, (p - q).abs(), 0.0))
     values = {
-        "support_size": evidence.size,
-        "head_mass": evidence.sum(torch.where(evidence.valid, p, 0.0)),
-        "tail_mass": evidence.q_tail,
-        "mask_tv": (gap + (evidence.p_tail - evidence.q_tail).abs()) / 2,
+        "support_size": entries.size,
+        "head_mass": entries.sum(torch.where(entries.valid, p, 0.0)),
+        "tail_mass": entries.q_tail,
+        "mask_tv": (gap + (entries.p_tail - entries.q_tail).abs()) / 2,
         "correction_l1": centering.l1,
         "tail_inexact": centering.inexact,
     }
-    table.mean("score_centering/uncentered", ~evidence.usable, tokens.mask)
+    table.mean("score_centering/uncentered", ~entries.usable, tokens.mask)
     for name, value in values.items():
         table.mean(f"score_centering/{name}", value, known)
 

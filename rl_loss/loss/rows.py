@@ -1,15 +1,17 @@
 """Loss inputs made safe: flat rows and entries, neutral wherever a value must not matter."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import repeat
 from torch import Tensor
 
-from rl_loss.arguments import is_integral, require_tensor
+from rl_loss.arguments import is_integral, refuse_half, require_tensor
 from rl_loss.csr import DRAWS, HEAD, NONE, REPLAY, TOLERANCE, first_row, rows_of_entries
 from rl_loss.host import host_sees
+
+LOG_RATIO_MAX = 20.0  # where exp(log r) itself is needed, log r is cut off: e^20 is 5e8
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class SupportEntries:
     """The E support entries of these rows, detached; where not `valid` every value is 0."""
 
     valid: Tensor  # [E] bool
@@ -63,7 +65,7 @@ class Evidence:
     has_tail: Tensor  # [N] bool: both put some mass there
     q_tail: Tensor  # [N]
     p_tail: Tensor  # [N]
-    bad: Tensor  # [N] bool: loss rows with evidence that no number may come of
+    bad: Tensor  # [N] bool: loss rows with entries that no number may come of
     tail_given: bool  # else log_p_tail was computed from the known ids
 
     @property
@@ -84,6 +86,14 @@ class Evidence:
         return self.layout.at(values)
 
 
+class Slopes(NamedTuple):
+    """Derivatives of each row's loss by its log-probabilities; None: all 0."""
+
+    by_token: Tensor  # [N]
+    by_entry: Tensor | None = None  # [E]
+    by_tail: Tensor | None = None  # [N]
+
+
 def to_entries(values: Tensor, rows: Tensor | None, n_entries: int) -> Tensor:
     if rows is None:
         return repeat(values, "n -> (n k)", k=n_entries // max(1, len(values)))
@@ -97,6 +107,7 @@ def read_tokens(inputs: Any) -> Tokens:
     for name in ("trainer_logprobs", "inference_logprobs"):
         if not getattr(inputs, name).is_floating_point():
             raise ValueError(f"{name} must be floating point, got {getattr(inputs, name).dtype}")
+    refuse_half("inference_logprobs", inputs.inference_logprobs)
     mask = inputs.loss_mask
     if mask.dtype != torch.bool:
         raise ValueError(f"loss_mask must be bool, got {mask.dtype}")
@@ -121,7 +132,7 @@ def read_tokens(inputs: Any) -> Tokens:
     )
 
 
-def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
+def read_entries(inputs: Any, tokens: Tokens) -> SupportEntries:
     """The support entries of `inputs`, flat with offsets or padded, checked for shape."""
     n, dtype, device = len(tokens.mask), tokens.log_p.dtype, tokens.mask.device
     log_p: Any = getattr(inputs, "trainer_support_logprobs", None)
@@ -145,12 +156,13 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
                 f"{name} must be {tuple(log_p.shape)} as trainer_support_logprobs, "
                 f"got {tuple(value.shape)}"
             )
+    refuse_half("sampler_support_logprobs", log_q)
     if valid.dtype != torch.bool:
         raise ValueError(f"support_valid must be bool, got {valid.dtype}")
     kind, mass = _kind_and_mass(inputs, n, dtype, device)
     kind = torch.where(tokens.mask, kind, NONE)
     if layout.size == 0:
-        return _no_evidence(layout, kind, log_p.detach().reshape(-1).to(dtype))
+        return _no_entries(layout, kind, log_p.detach().reshape(-1).to(dtype))
     valid = valid.reshape(-1)
     valid = valid & layout.at(tokens.mask & (kind > NONE))
     log_p = torch.where(valid, log_p.detach().reshape(-1).to(dtype), 0.0)
@@ -172,7 +184,7 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     bad = (kind < NONE) | (kind > DRAWS) | (layout.sum(wrong.to(dtype)) > 0)
     bad |= modelled & (log_p_tail.isnan() | ~(q_tail >= -TOLERANCE))
     bad |= modelled & ~((total - 1).abs() <= TOLERANCE)
-    return Evidence(
+    return SupportEntries(
         valid=valid,
         log_p=log_p,
         log_q=log_q,
@@ -190,10 +202,10 @@ def read_evidence(inputs: Any, tokens: Tokens) -> Evidence:
     )
 
 
-def _no_evidence(layout: Layout, kind: Tensor, none: Tensor) -> Evidence:
+def _no_entries(layout: Layout, kind: Tensor, none: Tensor) -> SupportEntries:
     """Of rows without a single entry, in few launches; `none` is an empty tensor of their dtype."""
     zero, never = none.new_zeros(layout.n), torch.zeros_like(kind, dtype=torch.bool)
-    return Evidence(
+    return SupportEntries(
         valid=none > 0,
         log_p=none,
         log_q=none,
@@ -274,7 +286,9 @@ def _kind_and_mass(
     mass, kind = _per_row(inputs, "sampler_tail_mass"), _per_row(inputs, "support_kind")
     if kind is not None and not is_integral(kind):
         raise ValueError(f"support_kind must be integers, got {kind.dtype}")
-    mass = None if mass is None else mass.detach().reshape(-1).to(dtype)
+    if mass is not None:
+        refuse_half("sampler_tail_mass", mass)
+        mass = mass.detach().reshape(-1).to(dtype)
     if kind is not None:
         return kind.reshape(-1), mass
     replay = torch.full((n,), REPLAY, dtype=torch.int8, device=device)

@@ -1,56 +1,58 @@
 """The KL divergence between trainer and sampler, with its gradient through the trainer."""
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_loss.loss.rows import Evidence, Tokens
+from rl_loss.loss.rows import LOG_RATIO_MAX, Slopes, SupportEntries, Tokens
 
 Direction = Literal["forward", "reverse", "squared"]
 
-LOG_RATIO_MAX = 20.0  # where estimates of exp(log r) are cut off: e^20 is 5e8
-
 
 class Divergence(NamedTuple):
-    """KL a row, and its derivatives by the log-probabilities that it is made of."""
+    """KL a row, and its derivatives."""
 
     value: Tensor  # [N]
-    tokens: Tensor  # [N]
-    entries: Tensor | None  # [E], None: all 0
-    tails: Tensor | None  # [N]
+    slopes: Slopes
 
 
-def sampler_kl(direction: Direction, tokens: Tokens, evidence: Evidence) -> Divergence:
-    """Forward `KL(q || p)` or reverse `KL(p || q)` of every row.
+def sampler_kl(
+    tokens: Tokens, entries: SupportEntries, acts: Tensor, direction: Direction, max_ratio: float
+) -> Divergence:
+    """Forward `KL(q || p)` or reverse `KL(p || q)` of the rows where `acts [N]`, elsewhere 0.
 
     Rows with known q: the sum over the known ids and the tail as one entry, exact on a complete
-    REPLAY row. Other rows: a non-negative estimate from their draws, or from the sampled token.
-    "squared" is `(log r)**2` of the sampled token on every row (prime-rl).
+    REPLAY row. Other rows: a non-negative estimate from their draws, or from the sampled token,
+    bounded at `max_ratio`. "squared" is `(log r)**2` of the sampled token on every row (prime-rl).
     """
-    value, slope = _estimate(direction, tokens.log_ratio)
+    bound = min(math.log(max_ratio), LOG_RATIO_MAX)
+    log_ratio = torch.where(acts, tokens.log_ratio, 0.0)
+    value, slope = _estimate(direction, log_ratio, bound)
     if direction == "squared":
-        return Divergence(value, slope, None, None)
-    drawn, modelled = evidence.drawn, evidence.modelled
-    share = 1 / evidence.size.clamp(min=1)
-    estimates = _estimate(direction, evidence.log_p - evidence.log_q)
-    exact = _exact(direction, evidence.log_p, evidence.log_q)
-    is_drawn, share = evidence.at(drawn), evidence.at(share)
+        return Divergence(value, Slopes(slope))
+    valid, modelled = entries.valid & entries.at(acts), entries.modelled & acts
+    is_drawn, share = entries.at(entries.drawn), entries.at(1 / entries.size.clamp(min=1))
+    estimates = _estimate(direction, entries.log_p - entries.log_q, bound)
+    exact = _exact(direction, entries.log_p, entries.log_q)
     values, slopes = (
-        torch.where(evidence.valid, torch.where(is_drawn, estimate * share, part), 0.0)
+        torch.where(valid, torch.where(is_drawn, estimate * share, part), 0.0)
         for estimate, part in zip(estimates, exact, strict=True)
     )
-    both = _exact(direction, evidence.log_p_tail, evidence.log_q_tail)
-    one = _one_sided(direction, evidence)
+    both = _exact(direction, entries.log_p_tail, entries.log_q_tail)
+    one = _one_sided(direction, entries)
     tail, tail_slope = (
-        torch.where(evidence.has_tail, two, lone) for two, lone in zip(both, one, strict=True)
+        torch.where(entries.has_tail, two, lone) for two, lone in zip(both, one, strict=True)
     )
-    known = evidence.sum(values) + torch.where(modelled, tail, 0.0)
+    known = entries.sum(values) + torch.where(modelled, tail, 0.0)
     return Divergence(
-        value=torch.where(evidence.usable, known, value),
-        tokens=torch.where(evidence.usable, 0.0, slope),
-        entries=slopes,
-        tails=torch.where(modelled, tail_slope, 0.0),
+        value=torch.where(entries.usable, known, value),
+        slopes=Slopes(
+            by_token=torch.where(entries.usable, 0.0, slope),
+            by_entry=slopes,
+            by_tail=torch.where(modelled, tail_slope, 0.0),
+        ),
     )
 
 
@@ -63,24 +65,32 @@ def _exact(direction: Direction, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, 
     return p * (log_p - log_q), p * (log_p - log_q + 1)
 
 
-def _one_sided(direction: Direction, evidence: Evidence) -> tuple[Tensor, Tensor]:
+def _one_sided(direction: Direction, entries: SupportEntries) -> tuple[Tensor, Tensor]:
     """The part of a tail on which only one of p and q puts mass, where KL would be infinite.
 
     The sum over the known ids alone could be negative, and would push p's mass into the tail.
     The unnormalised divergence, `p log(p / q) - p + q` summed, is finite: it adds the mass itself.
     """
-    none = torch.zeros_like(evidence.q_tail)
+    none = torch.zeros_like(entries.q_tail)
     if direction == "reverse":
-        lost = torch.where(evidence.q_tail > 0, none, evidence.p_tail)
+        lost = torch.where(entries.q_tail > 0, none, entries.p_tail)
         return lost, lost
-    return torch.where(evidence.p_tail > 0, none, evidence.q_tail), none
+    return torch.where(entries.p_tail > 0, none, entries.q_tail), none
 
 
-def _estimate(direction: Direction, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """A sample's non-negative estimate under q, and the derivative by log p that is taken."""
+def _estimate(direction: Direction, log_ratio: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """A sample's non-negative estimate under q, and its derivative by log p.
+
+    Beyond the bound the value goes on along its tangent, so that the derivative stays what it is
+    at the bound.
+    """
     if direction == "squared":
         return log_ratio.square(), 2 * log_ratio
-    x = log_ratio.clamp(max=LOG_RATIO_MAX)
+    x = log_ratio.clamp(max=bound)
     if direction == "forward":
-        return x.expm1() - x, x.expm1()
-    return x * x.exp() - x.expm1(), x * x.exp()
+        slope = x.expm1()
+        value = slope - x
+    else:
+        slope = x * x.exp()
+        value = slope - x.expm1()
+    return torch.addcmul(value, slope, log_ratio - x), slope

@@ -21,7 +21,7 @@ class Weights(NamedTuple):
     kept: Tensor  # bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ipo:
     """`w = min(r, max_importance_ratio)` if `|p - q| <= eps`, else 0."""
 
@@ -44,7 +44,7 @@ class Ipo:
         return (log_p - log_q).clamp(max=math.log(self.max_importance_ratio)).exp()
 
 
-@dataclass
+@dataclass(frozen=True)
 class IcePop:
     """`w = r` if `ratio_low <= r <= ratio_high`, else 0."""
 
@@ -65,7 +65,7 @@ class IcePop:
         return torch.zeros_like(log_p, dtype=torch.bool)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reinforce:
     """`w = 1`."""
 
