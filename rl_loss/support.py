@@ -420,8 +420,10 @@ class Support:
                 draw without q; probabilities that do not add up to 1 within 1e-3; a label's entry
                 that disagrees with `inference_logprobs` by more than 1e-3; the marks of an engine
                 without weights (a row or all `inference_logprobs` uniform over the vocabulary,
-                or every REPLAY row of more than 8 known ids uniform over its kept set). Also an
-                argument of a wrong type or size.
+                or every REPLAY row of more than 8 known ids uniform over its kept set), and of
+                one that truncates though its rows are given as HEAD (several of them hold a few
+                ids, none of a small q, and leave no tail). Also an argument of a wrong type,
+                size or precision.
 
         Example:
             >>> support = Support.from_rows([([1, 2], [-0.6931, -0.6931])])

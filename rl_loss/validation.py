@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl_loss.arguments import is_integral, require_count, require_tensor
+from rl_loss.arguments import is_integral, refuse_half, require_count, require_tensor
 from rl_loss.csr import TOLERANCE, RowKind, first_row, rows_of_entries
 
 if TYPE_CHECKING:
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 # An engine without weights is seen by its uniform rows. Up to so many ids may well be alike.
 _FEW = 8
 _UNIFORM_WITHIN = 1e-5
+# A sampler that truncates leaves an edge: each of its ids stands at _SHARE or more, all others
+# together at _NO_TAIL, which is what the rounding of log-probabilities leaves of 0. The top ids of
+# a model that does not truncate end in no such edge: of 1024 real rows (SmolLM2-135M) at six
+# temperatures from 1 to 0.05 none did with 8 ids or more, up to one in 40 with 3 or 4, one in 10
+# with 2, which few ids to choose from may explain. So rows of 8 ids tell by themselves, those of 3
+# to 7 only where no row of the batch has a tail, those of 1 and 2 nothing, nor one row alone.
+_NO_TAIL = 1e-5
+_SHARE = 1e-3
 # So far apart lie no model's logits at a temperature of 1e-3, but those masked with -1e9 do.
 _FILLED = -1e6
 
@@ -102,6 +110,8 @@ def validate_support(
             continue
         if require_tensor(name, tensor).numel() != n:
             raise ValueError(f"{name} must have {n} rows, got {tuple(tensor.shape)}")
+        if name == "inference_logprobs":
+            refuse_half(name, tensor)
         if tensor.shape not in (labels.shape, (n,)):
             raise ValueError(
                 f"{name} must be {tuple(labels.shape)} as labels, or [{n}], got "
@@ -118,6 +128,7 @@ def validate_support(
     check_labels(labels, vocab_size, support, on)
     _check_probabilities(support, on)
     _check_uniform(support, vocab_size, on)
+    _check_truncated(support, vocab_size, on)
     if inference_logprobs is not None:
         reported = inference_logprobs.detach().reshape(-1).float().cpu()
         _check_reported(support, labels, vocab_size, reported, on)
@@ -147,12 +158,19 @@ def _check_probabilities(support: "Support", on: Tensor) -> None:
     )
     q = torch.where(read, logq.double().exp(), 0.0)
     total = tail.double().index_add(0, rows, q)
+
+    def why_off(i: int) -> str:
+        row = read & (rows == i)
+        most = float((q * logq.double().abs())[row].sum())  # moved by a share, log q moves q so
+        why = _rounded(logq[row], lambda step: float((total[i] - 1).abs()) <= step * most)
+        return "" if why is None else f": {why}"
+
     sums = on & ((kind == RowKind.REPLAY) | (kind == RowKind.HEAD))
     _check(
         sums & ~((total - 1).abs() <= TOLERANCE),
         lambda i: (
             f"support: the known q and sampler_tail_mass of row {i} must add up to 1 within "
-            f"{TOLERANCE}, got {float(total[i] - tail[i]):.6f} + {float(tail[i]):.6f}"
+            f"{TOLERANCE}, got {float(total[i] - tail[i]):.6f} + {float(tail[i]):.6f}" + why_off(i)
         ),
     )
     _check(
@@ -192,6 +210,29 @@ def _check_uniform(support: "Support", vocab_size: int, on: Tensor) -> None:
     )
 
 
+def _check_truncated(support: "Support", vocab_size: int, on: Tensor) -> None:
+    rows, zeros = support.entry_rows, torch.zeros(len(on), dtype=torch.float64)
+    head = on & (support.kind == RowKind.HEAD)
+    known = zeros.index_add(0, rows, support.known.double())
+    q = torch.where(support.known & on[rows], support.sampler_logprobs.double().exp(), 0.0)
+    tail = (1 - zeros.index_add(0, rows, q)).maximum(support.sampler_tail_mass.double())
+    least = torch.ones_like(zeros).scatter_reduce(
+        0, rows, torch.where(support.known, q, 1.0), "amin"
+    )
+    edge = head & (2 * known <= vocab_size) & (least >= _SHARE) & (tail <= _NO_TAIL)
+    without = not (head & (tail > _NO_TAIL)).any()
+    bad = edge & ((known >= _FEW) | ((known > 2) & without))
+    _check(
+        bad & (bad.sum() > 1),
+        lambda i: (
+            f"support: the {int(known[i])} known ids of HEAD row {i}, each of q {_SHARE} or more, "
+            f"leave no tail, nor do those of {int(bad.sum()) - 1} other active rows: has the "
+            "sampler truncated (top_k, top_p, min_p, a grammar)? Its rows are REPLAY then, with "
+            "the whole kept set"
+        ),
+    )
+
+
 def _check_reported(
     support: "Support", labels: Tensor, vocab_size: int, reported: Tensor, on: Tensor
 ) -> None:
@@ -210,13 +251,34 @@ def _check_reported(
         ),
     )
     rows = rows_of_entries(support.offsets, support.nnz)
-    gap = (support.sampler_logprobs - reported[rows]).abs()
+    logq, given = support.sampler_logprobs, reported[rows]
     label = on[rows] & support.known & (support.ids == labels[rows])
+    bad = label & ((logq - given).abs() > TOLERANCE)
     _check(
-        label & (gap > TOLERANCE),
+        bad,
         lambda e: (
-            f"inference_logprobs[{int(rows[e])}] is {float(reported[rows[e]]):.6f}, but the row's "
-            f"entry of its label says {float(support.sampler_logprobs[e]):.6f}: raw instead of "
-            "processed log-probabilities?"
+            f"inference_logprobs[{int(rows[e])}] is {float(given[e]):.6f}, but the row's entry of "
+            f"its label says {float(logq[e]):.6f}: {_why_apart(given[bad], logq[bad])}"
         ),
     )
+
+
+def _why_apart(given: Tensor, logq: Tensor) -> str:
+    """What can have put all these log-probabilities apart from those of the entries."""
+    gap, size = (given - logq).abs(), torch.maximum(given.abs(), logq.abs())
+
+    def explained(step: float) -> bool:
+        return bool((gap <= step * size).all())
+
+    rounded = _rounded(given, explained) or _rounded(logq, explained)
+    also = ", or computed in half precision" if explained(torch.finfo(torch.bfloat16).eps) else ""
+    return rounded or f"raw instead of processed log-probabilities{also}?"
+
+
+def _rounded(values: Tensor, explained: Callable[[float], bool]) -> str | None:
+    """Says in which half precision the values were held: all are its numbers, and rounding by up
+    to a share `step` of each has `explained` what is wrong."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(values.to(dtype).float(), values) and explained(torch.finfo(dtype).eps / 2):
+            return f"rounded to {dtype} on the way? Keep log-probabilities in float32"
+    return None

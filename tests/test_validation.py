@@ -285,6 +285,154 @@ def test_raw_log_probabilities_are_told_from_processed_ones():
         Support.from_padded(kept, raw).validate(labels, V)
 
 
+def peaked_logits(n, vocab, temperature=1.0, seed=0):
+    """Logits peaked like a model's."""
+    generator = torch.Generator().manual_seed(seed)
+    return 4 * torch.randn(n, vocab, generator=generator, dtype=torch.float64) / temperature
+
+
+def rows_of(logits, top, labels=None):
+    """(support, labels, log q of the labels): the top ids and the sampled one, as HEAD rows."""
+    generator = torch.Generator().manual_seed(1)
+    if labels is None:
+        labels = logits.softmax(1).multinomial(1, generator=generator)[:, 0]
+    logq = logits.log_softmax(1)
+    ids = logits.topk(top, 1).indices
+    ids = torch.where(ids == labels[:, None], -1, ids)
+    ids = torch.cat([labels[:, None], ids], 1)
+    logprobs = logq.gather(1, ids.clamp(min=0)).float()
+    ids = torch.where(logprobs.isneginf(), -1, ids)
+    return Support.from_padded(ids, logprobs, kind=HEAD), labels, logprobs[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [REPLAY, HEAD])
+def test_log_probabilities_kept_in_half_precision_are_named(dtype, kind):
+    """By their dtype, and by their digits once they were made float32 again."""
+    logits = peaked_logits(40, 64)
+    labels = logits.argsort(1)[:, -9]  # unlikely: their log q are large
+    support, labels, exact = rows_of(logits, 63, labels)
+    support = support.replace(kind=torch.full_like(support.kind, kind))
+    support.validate(labels, 64, inference_logprobs=exact)
+    half = exact.to(dtype)
+    name = str(dtype)
+    with refused(f"^inference_logprobs must be in float32 .* got {name}, .*cast_forward_inputs"):
+        support.validate(labels, 64, inference_logprobs=half)
+    with refused(rf"^inference_logprobs\[\d+\] is .* label says .*: rounded to {name} on the way"):
+        support.validate(labels, 64, inference_logprobs=half.float())
+    with refused(f": rounded to {name} on the way"):  # one row
+        far = (half.float() - exact).abs() == (half.float() - exact).abs().max()
+        support.validate(labels, 64, far, half.float())
+    # Whichever of the two was rounded.
+    label = support.ids == labels[support.entry_rows]
+    q = torch.where(label, support.sampler_logprobs.to(dtype).float(), support.sampler_logprobs)
+    with refused(f": rounded to {name} on the way"):
+        support.replace(sampler_logprobs=q).validate(labels, 64, inference_logprobs=exact)
+
+
+def test_rows_whose_sum_half_precision_put_off_are_named():
+    support, labels, _ = rows_of(peaked_logits(400, 64), 63)
+    half = support.sampler_logprobs.bfloat16().float()
+    half = support.replace(sampler_logprobs=half, sampler_tail_mass=torch.zeros(400))
+    sums = torch.zeros(400).index_add(0, half.entry_rows, half.sampler_logprobs.exp())
+    worst = int((sums - 1).abs().argmax())
+    with refused(r"row 0 must add up to 1 .*: rounded to torch.bfloat16 on the way\? Keep"):
+        half[worst:].validate(labels[worst:], 64)
+    # Numbers of half precision, but further off than it puts them; and others.
+    for logprobs in ([-0.5, -1.0], log(0.5, 0.49)):
+        bad = Support.from_rows([([1, 2], logprobs)])
+        with refused(r"row 0 must add up to 1 within 0.001, got 0.9\d+ \+ 0.000000$"):
+            bad.validate(torch.tensor([1]), 64)
+
+
+def test_only_what_rounding_explains_is_laid_to_it():
+    logits = peaked_logits(40, 64)
+    labels = logits.argsort(1)[:, -9]
+    support, labels, exact = rows_of(logits, 63, labels)
+    half = exact.bfloat16().float()
+    # Values that are raw, and rounded beside; one row that is far off; values of other digits.
+    for reported in (half - 0.5, torch.where(labels == labels[3], half - 0.5, half)):
+        with refused(r"raw instead of processed log-probabilities\?$"):
+            support.validate(labels, 64, inference_logprobs=reported)
+    with refused(r"raw instead of processed log-probabilities, or computed in half precision\?$"):
+        support.validate(labels, 64, inference_logprobs=exact * (1 - 1e-3))
+
+
+# --- HEAD rows of an engine that truncates ---
+
+
+@pytest.mark.parametrize("vocab", [1000, 32000])
+@pytest.mark.parametrize("top", [3, 5, 8, 20, 50])
+def test_truncated_rows_given_as_head_are_told(vocab, top):
+    """The top k ids, renormalised, however many of them were asked for."""
+    logits = peaked_logits(32, vocab)
+    least = logits.topk(top, 1).values[:, -1:]
+    kept = torch.where(logits < least, -INF, logits)
+    support, labels, reported = rows_of(kept, top)
+    assert float(support.sampler_tail_mass.max()) < 1e-6
+    with refused(
+        r"known ids of HEAD row \d+, each of q 0.001 or more, leave no tail, nor .* REPLAY"
+    ):
+        support.validate(labels, vocab, inference_logprobs=reported)
+    support.replace(kind=torch.ones_like(support.kind)).validate(labels, vocab)
+    support, labels, reported = rows_of(logits, top)  # the same sampler untruncated
+    support.validate(labels, vocab, inference_logprobs=reported)
+
+
+@pytest.mark.parametrize("kept_mass", [0.8, 0.9, 0.95])
+def test_truncation_shows_where_some_rows_keep_more_than_is_recorded(kept_mass):
+    """Rows of a nucleus wider than the 20 recorded ids have a tail; the narrower ones tell."""
+    logits = peaked_logits(64, 2000) * torch.linspace(0.5, 2, 64)[:, None]
+    ordered, order = logits.sort(1, descending=True)
+    q = ordered.softmax(1)
+    cut = torch.where(q.cumsum(1) - q < kept_mass, ordered, -INF)
+    support, labels, _ = rows_of(torch.empty_like(cut).scatter(1, order, cut), 20)
+    assert (support.sampler_tail_mass > 0.01).any()
+    with refused("known ids of HEAD row .* leave no tail"):
+        support.validate(labels, 2000)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.3, 0.1, 0.01])
+@pytest.mark.parametrize("top", [1, 2, 5, 20, 50])
+def test_peaked_rows_without_truncation_pass(temperature, top):
+    """Most of their tails are below 1e-6 at low temperatures."""
+    for seed in range(4):
+        support, labels, reported = rows_of(peaked_logits(64, 2000, temperature, seed), top)
+        support.validate(labels, 2000, inference_logprobs=reported)
+
+
+def test_what_says_nothing_of_truncation():
+    vocab = 1000
+    labels = torch.zeros(12, dtype=torch.int64)
+    wide = list(range(8)), [-math.log(8)] * 8
+    three, two, one = ([0, 1, 2], log(0.5, 0.3, 0.2)), ([0, 1], log(0.7, 0.3)), ([0], [0.0])
+    tail = [0, 1, 2], log(0.5, 0.3, 0.1)
+    for rows, told in [
+        ([wide] * 2, True),
+        ([wide] * 2 + [tail], True),
+        ([wide], False),
+        ([three] * 2, True),
+        ([three] * 2 + [one, two, None], True),
+        ([three] * 11 + [tail], False),
+        ([three, wide, tail], False),
+        ([two] * 12, False),  # yes or no
+        ([one] * 12, False),
+        ([wide, tail, (list(range(8)), log(0.9995, *[0.0005 / 7] * 7))], False),
+    ]:
+        support = Support.from_rows(rows, kind=HEAD)
+        n = len(rows)
+        if told:
+            with refused(r"leave no tail, nor do those of \d+ other active rows"):
+                support.validate(labels[:n], vocab)
+        else:
+            support.validate(labels[:n], vocab)
+        if n == 2:  # one of them inactive; the whole of a vocabulary; another kind; a tail given
+            support.validate(labels[:2], vocab, torch.tensor([True, False]))
+            support.validate(labels[:2], 2 * len(rows[0][0]) - 1)
+            support.replace(kind=torch.ones_like(support.kind)).validate(labels[:2], vocab)
+            support.replace(sampler_tail_mass=torch.full((2,), 5e-4)).validate(labels[:2], vocab)
+
+
 def test_uniform_rows_are_told_from_short_ones():
     """Only two or more known ids that all stand at -log V say that weights are missing."""
     vocab = 151936
@@ -376,6 +524,34 @@ def test_a_vocabulary_of_one_id_is_always_uniform():
 
 
 # --- the arguments themselves ---
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_verdict_does_not_depend_on_the_default_dtype(default):
+    """The same message or none, for good rows and for each malformed one."""
+    cases = [batch(), *[after_good(row, kind, label) for row, kind, label, _ in ERRORS]]
+    cases = [(support, labels, reported.float()) for support, labels, reported in cases]
+    logits = peaked_logits(16, 64)
+    kept = torch.where(logits < logits.topk(9, 1).values[:, -1:], -INF, logits)
+    cases += [rows_of(logits, 20), rows_of(kept, 9)]
+    cases += [(*rows_of(logits, 63)[:2], rows_of(logits, 63)[2].bfloat16().float())]
+    cases += [(build, labels, reported - 0.5) for build, labels, reported in cases]
+
+    def verdicts():
+        for support, labels, reported in cases:
+            try:
+                support.validate(labels, 64, inference_logprobs=reported)
+                yield None
+            except ValueError as error:
+                yield str(error)
+
+    expected = list(verdicts())
+    assert 0 < expected.count(None) < len(expected)
+    torch.set_default_dtype(default)
+    try:
+        assert list(verdicts()) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 0.002])
