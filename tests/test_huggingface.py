@@ -340,7 +340,7 @@ def adapted(peft, name, **more):
 
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:.*active which is now deleted")
-@pytest.mark.parametrize("state", ["trained", "another", "one without a head", "off", "deleted"])
+@pytest.mark.parametrize("state", ["default", "another", "one without a head", "off", "deleted"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 with bias", "gemma2"])
 def test_a_head_that_peft_trains_whole(peft, name, state):
     """`modules_to_save`: weight and options are those of the copy that runs, if one does."""
@@ -359,9 +359,9 @@ def test_a_head_that_peft_trains_whole(peft, name, state):
     elif state == "deleted":
         model.delete_adapter("default")
         model.delete_adapter("another")
-    elif state != "trained":
+    else:
         model.set_adapter(state)
-    running = {"trained": "default", "another": "another"}.get(state, "original")
+    running = state if state in ("default", "another") else "original"
 
     assert head.weight is heads[running].weight
     assert head.weight.requires_grad == (running != "original")
