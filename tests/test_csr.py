@@ -69,6 +69,27 @@ def test_minus_infinity_adds_nothing_and_nan_is_not_hidden():
     assert grad[:4].tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_default_dtype_does_not_matter(default, dtype):
+    values, rows = ragged([3, 0, 1, 5], dtype=dtype)
+    values.requires_grad_()
+
+    def results():
+        sums, tops = segment_sum(values, rows, 4), segment_logsumexp(values, rows, 4)
+        return sums, tops, torch.autograd.grad((sums + tops)[[0, 2, 3]].sum(), values)[0]
+
+    expected = results()
+    torch.set_default_dtype(default)
+    try:
+        got = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == dtype
+        assert torch.equal(one, other)
+
+
 def test_no_rows_and_no_entries():
     none = torch.empty(0)
     rows = torch.empty(0, dtype=torch.int64)

@@ -68,6 +68,15 @@ def test_any_bits_come_back(entries):
     check_exact([b for b, _ in entries], [i for _, i in entries], torch.int64)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_does_not_matter(default):
+    torch.set_default_dtype(default)
+    try:
+        check_exact(BITS, [7] * len(BITS), torch.int64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_layout_is_that_of_the_design():
     """float32 bits in the upper half, the id in the lower, as any other language reads them."""
     packed = pack_entries(torch.tensor([7, 2**31 - 1]), torch.tensor([-0.5, -0.0]))

@@ -26,6 +26,8 @@ from strategies import (
 )
 from torch.utils.data import DataLoader, Dataset
 
+from rl_loss.capture import capture_support
+from rl_loss.capture_stream import CaptureStream
 from rl_loss.csr import RowKind, rows_of_entries
 from rl_loss.packing import pack_entries
 from rl_loss.support import Support
@@ -618,11 +620,38 @@ def built_everywhere():
     return made + [pickle.loads(pickle.dumps(s)) for s in made]
 
 
+def captured_everywhere():
+    """Rows of each kind captured from logits of each dtype, at once and by a stream."""
+    stream, made = CaptureStream(), []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        generator = torch.Generator().manual_seed(0)
+        logits = 4 * torch.randn(5, 40, generator=generator, dtype=torch.float64)
+        logits = torch.where(logits < -5, -math.inf, logits).to(dtype)
+        logits[4] = math.nan
+        for kind in (NONE, REPLAY, HEAD, DRAWS, torch.tensor([0, 1, 2, 3, 1], dtype=torch.int8)):
+            rows = capture_support(
+                logits, logits.argmax(1), kind=kind, top=3, draws=2, generator=generator
+            )
+            stream.add(rows)
+            made += [rows.packed, rows.counts, rows.kind, rows.tail_mass, rows.sampled_logprobs]
+            made += [rows.needed, *rows.to_support().to_packed()]
+    for support, logprobs in stream.collect():
+        made += [*support.to_packed(), *support.to_padded(), logprobs]
+    return made
+
+
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)
 def default_dtype(request):
     before = torch.get_default_dtype()
     yield request.param
     torch.set_default_dtype(before)
+
+
+def test_no_captured_row_depends_on_the_default_dtype(default_dtype):
+    expected = captured_everywhere()
+    torch.set_default_dtype(default_dtype)
+    for got, wanted in zip(captured_everywhere(), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_no_result_depends_on_the_default_dtype(default_dtype):
