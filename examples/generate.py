@@ -59,7 +59,7 @@ def main() -> None:
     options |= {"active": rows.active, "temperature": args.temperature}
     output = fused_lm_head(hidden, weight, rows.labels, rows.support, **options)
     advantages = torch.randn(len(sequences), 1).expand(sequences.shape)  # of a sequence, as a rule
-    inputs = LossInputs.from_head(output, rows.support, advantages=advantages, **rows.per_token)
+    inputs = LossInputs.from_head(output, advantages=advantages, **rows.per_token)
     loss = icepop_loss(inputs)
     (loss.loss / rows.active.sum()).backward()
     torch.optim.AdamW(model.parameters(), lr=1e-4).step()

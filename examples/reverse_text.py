@@ -221,7 +221,6 @@ def train(args: argparse.Namespace, bar: Progress) -> dict[str, list[float]]:
         output = head(hidden, labels=data.completions, support=data.support)
         inputs = LossInputs.from_head(
             output,
-            data.support,
             inference_logprobs=data.logprobs,
             advantages=advantages[:, None].expand_as(data.logprobs),
         )

@@ -257,7 +257,7 @@ def train(model, sequences, recorded, temperature=0.8):
         **logit_options(model),
     )
     advantages = torch.randn(sequences.shape, generator=torch.Generator().manual_seed(3))
-    inputs = LossInputs.from_head(output, rows.support, advantages=advantages, **rows.per_token)
+    inputs = LossInputs.from_head(output, advantages=advantages, **rows.per_token)
     return icepop_loss(inputs, kl_tau=1e-3), inputs
 
 
