@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 from rl_loss.arguments import is_integral, numbers, require_tensor
 from rl_loss.csr import first_row
@@ -30,6 +31,9 @@ class AlignedRows(NamedTuple):
                 for name, tensor in self.per_token.items()
             },
         )
+
+
+add_safe_globals([AlignedRows])
 
 
 def aligned_rows(

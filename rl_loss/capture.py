@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 from rl_loss.arguments import require_count
 from rl_loss.csr import RowKind, first_row
@@ -59,6 +60,9 @@ class CapturedRows:
         return Support.from_packed(
             self.packed[:recorded], self.counts, kind=self.kind, tail_mass=self.tail_mass
         )
+
+
+add_safe_globals([CapturedRows])
 
 
 @torch.no_grad()

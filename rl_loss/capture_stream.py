@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 from rl_loss.capture import CapturedRows
 from rl_loss.support import Support
@@ -17,6 +18,9 @@ class RecordedStep(NamedTuple):
 
     support: Support  # R rows
     sampled_logprobs: Tensor  # [R] float32
+
+
+add_safe_globals([RecordedStep])
 
 
 class _Step:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 
 class RowKind(IntEnum):
@@ -16,6 +17,8 @@ class RowKind(IntEnum):
     HEAD = 2  # the top ids of an untruncated distribution, unique: over the vocabulary
     DRAWS = 3  # i.i.d. draws from the sampler, repeats kept: over the vocabulary
 
+
+add_safe_globals([RowKind])  # for torch.load with weights_only, its default
 
 # As plain ints: torch.compile compares no tensor with an enum.
 NONE, REPLAY, HEAD, DRAWS = (int(kind) for kind in list(RowKind)[1:])

@@ -26,6 +26,7 @@ from strategies import (
 )
 from torch.utils.data import DataLoader, Dataset
 
+from rl_loss.alignment import aligned_rows
 from rl_loss.capture import capture_support
 from rl_loss.capture_stream import CaptureStream
 from rl_loss.csr import RowKind, rows_of_entries
@@ -772,6 +773,25 @@ def test_torch_save_and_load(rows, cut):
     assert_rows(batch["rows"][2][0], rows[cut:][:1])
 
 
+def test_what_holds_supports_or_becomes_one_is_loaded_as_well():
+    logits, labels = torch.tensor([[0.0, 1.0, -math.inf], [1.0, 2.0, 3.0]]), torch.tensor([1, 2])
+    captured, stream = capture_support(logits, labels, kind=REPLAY), CaptureStream()
+    stream.add(captured)
+    (step,), support = stream.collect(), captured.to_support()
+    rows = aligned_rows(labels, labels > 0, support=support, advantages=torch.rand(2))
+    got = saved_and_loaded({"captured": captured, "step": step, "rows": rows, "kind": REPLAY})
+    assert got["kind"] is REPLAY
+    for name in ("packed", "counts", "kind", "tail_mass", "sampled_logprobs", "needed"):
+        assert torch.equal(getattr(got["captured"], name), getattr(captured, name))
+    assert torch.equal(got["step"].sampled_logprobs, step.sampled_logprobs)
+    for one, other in ((got["step"].support, support), (got["rows"].support, rows.support)):
+        for part, wanted in zip(one.to_packed(), other.to_packed(), strict=True):
+            assert torch.equal(part, wanted)
+    assert torch.equal(got["rows"].labels, rows.labels)
+    assert torch.equal(got["rows"].active, rows.active)
+    assert torch.equal(got["rows"].per_token["advantages"], rows.per_token["advantages"])
+
+
 def test_a_loaded_support_is_planned_anew():
     """No plan of another version of the package, no facts on a device."""
     support = Support.from_rows([(list(range(900)), None), ([5], None), (list(range(900)), None)])
@@ -782,6 +802,22 @@ def test_a_loaded_support_is_planned_anew():
             assert torch.equal(part, wanted) if isinstance(part, torch.Tensor) else part == wanted
         assert copied.plan_for(10_000).wide.tolist() == [0, 2]
         assert copied.host.offsets.device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_what_is_loaded_to_a_device_keeps_its_facts_on_the_host():
+    rows = mixed_rows(9)
+    for support in (build(rows), build(rows).to("cuda")):
+        for device in ("cuda", "cpu"):
+            got = saved_and_loaded([support], map_location=device)[0]
+            assert got.device.type == got.plan.tiles.device.type == device
+            assert_host_facts(got)
+            assert_rows(got, rows)
+    loader = DataLoader(OneRow(rows), batch_size=9, num_workers=1, pin_memory=True)
+    ((support, _),) = loader
+    assert support.ids.is_pinned()
+    assert support.plan.tiles.is_pinned()
+    assert_rows(support, rows)
 
 
 def test_another_process_is_sent_the_plan(monkeypatch):
