@@ -142,15 +142,22 @@ def capture_support(
             _MAX_DEFAULT_CAPACITY, num_rows * _widest_row(possible, vocab_size, top, draws)
         )
     replay, head = RowKind.REPLAY in possible, RowKind.HEAD in possible
-    options = replay, head, draws if RowKind.DRAWS in possible else 0, top, generator
+    draws = draws if RowKind.DRAWS in possible else 0
     if num_rows and _has_kernels(processed_logits):
         from rl_loss.kernels.capture import capture_rows
 
         if processed_logits.stride(1) != 1:
             processed_logits = processed_logits.contiguous()
+        packed = torch.full((capacity,), _UNUSED, dtype=torch.int64, device=device)
+        uniform = None
+        if draws:
+            shape = num_rows, draws
+            uniform = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
+        rows = processed_logits, sampled, asked, packed
         with launching_on(processed_logits):
-            fields = capture_rows(processed_logits, sampled, asked, capacity, *options, _UNUSED)
+            fields = capture_rows(*rows, replay, top if head else None, uniform)
         return CapturedRows(*fields)
+    options = replay, head, draws, top, generator
     return _record(_RowsLookedAt(processed_logits, sampled, asked, *options), capacity)
 
 

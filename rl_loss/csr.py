@@ -20,8 +20,8 @@ class RowKind(IntEnum):
 
 add_safe_globals([RowKind])  # for torch.load with weights_only, its default
 
-# As plain ints: torch.compile compares no tensor with an enum.
-NONE, REPLAY, HEAD, DRAWS = (int(kind) for kind in list(RowKind)[1:])
+# As plain ints: inside torch.compile a tensor equals no enum, in silence.
+FAILED, NONE, REPLAY, HEAD, DRAWS = (int(kind) for kind in RowKind)
 
 
 # How far probabilities that a sampler reports may be from adding up to 1, and a sampled token's

@@ -1,21 +1,20 @@
 """Rows normalised over the vocabulary without kernels: chunks of logits, forward and backward."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_loss.csr import RowKind
-from rl_loss.flat_rows import FlatRows
+from rl_loss.csr import HEAD
+from rl_loss.flat_rows import FlatRows, HeadInputs, Upstreams
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
 
 _CHUNK = 2**24  # the most logits that are held at a time
 _VOCAB_BLOCK = 8192  # weight rows that are converted to the accumulation dtype at a time
 
 
-@dataclass(frozen=True)
-class Dense:
+class Dense(NamedTuple):
     """What the forward computed of D rows and their E entries, and the backward reads."""
 
     chosen: Tensor  # [D] the rows, in the batch
@@ -25,13 +24,11 @@ class Dense:
     support_logprobs: Tensor  # [E]
     logprobs: Tensor  # [D]
     tail_logprobs: Tensor  # [D]
-    entropy: Tensor | None  # [D]
+    entropy: Tensor  # [D], 0 where not asked for
 
 
 def dense_fwd(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    bias: Tensor | None,  # [V]
+    inputs: HeadInputs,
     rows: FlatRows,
     chosen: Tensor,  # [D]
     transform: LogitTransform,
@@ -42,21 +39,21 @@ def dense_fwd(
     The tail of a HEAD row is every id that is not one of its known ids, taken over their logits
     apart: as `1 - sum(p)` it would be rounding noise where it is small.
     """
-    dtype = accumulation_dtype(hidden, weight)
+    hidden, vocab_size = inputs.hidden, len(inputs.weight)
     entries, place = rows.entries(chosen)
-    ids = rows.support.ids[entries].long()
-    lse, logprobs, tail, entropy = hidden.new_empty(4, len(chosen), dtype=dtype).unbind()
-    support_logprobs = hidden.new_empty(len(entries), dtype=dtype)
-    for chunk, inside in _chunks(place, len(chosen), len(weight)):
+    ids = rows.ids[entries].long()
+    lse, logprobs, tail, entropy = hidden.new_zeros(4, len(chosen), dtype=inputs.dtype).unbind()
+    support_logprobs = hidden.new_empty(len(entries), dtype=inputs.dtype)
+    for chunk, inside in _chunks(place, len(chosen), vocab_size):
         some, at = chosen[chunk], (place[inside] - chunk.start, ids[inside])
-        z = _logits(hidden, weight, bias, rows, some, transform)
+        z = _logits(inputs, rows, some, transform)
         lse[chunk] = z.logsumexp(-1)
         logprobs[chunk] = z.gather(1, rows.labels[some, None])[:, 0] - lse[chunk]
         support_logprobs[inside] = z[at] - lse[chunk][at[0]]
         if want_entropy:
             entropy[chunk] = -p_log_p(z - lse[chunk, None]).sum(-1)
-        head = rows.support.kind[some] == RowKind.HEAD
-        known = rows.support.known[entries[inside]]
+        head = rows.kind[some] == HEAD
+        known = rows.known[entries[inside]]
         z[at[0][known], at[1][known]] = -torch.inf
         tail[chunk] = torch.where(head, z.logsumexp(-1) - lse[chunk], -torch.inf)
     return Dense(
@@ -67,60 +64,55 @@ def dense_fwd(
         support_logprobs=support_logprobs,
         logprobs=logprobs,
         tail_logprobs=tail,
-        entropy=entropy if want_entropy else None,
+        entropy=entropy,
     )
 
 
 def dense_bwd(
     saved: Dense,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    inputs: HeadInputs,
     rows: FlatRows,
     transform: LogitTransform,
-    d_logprobs: Tensor | None,  # [N]
-    d_support_logprobs: Tensor | None,  # [nnz]
-    d_tail_logprobs: Tensor | None,  # [N]
-    d_entropy: Tensor | None,  # [N]
-    d_hidden: Tensor | None,  # [N, H] written at the chosen rows
-    d_weight: Tensor | None,  # [V, H] added to
-    d_bias: Tensor | None,  # [V] added to
+    upstreams: Upstreams,
+    sums: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    """Adds the gradients of the chosen rows, each in the accumulation dtype."""
-    ids = rows.support.ids[saved.entries].long()
-    for chunk, inside in _chunks(saved.place, len(saved.chosen), len(weight)):
+    """Adds the gradients of the chosen rows to those of hidden, weight and bias in `sums`."""
+    d_hidden, d_weight, d_bias = sums
+    ids = rows.ids[saved.entries].long()
+    for chunk, inside in _chunks(saved.place, len(saved.chosen), len(inputs.weight)):
         some, at = saved.chosen[chunk], (saved.place[inside] - chunk.start, ids[inside])
-        z = _logits(hidden, weight, bias, rows, some, transform)
+        z = _logits(inputs, rows, some, transform)
         logp = z - saved.lse[chunk, None]
         total = torch.zeros_like(saved.lse[chunk])  # the sum of a row's upstreams
         dz = torch.zeros_like(z)
-        if d_logprobs is not None:
-            dz.scatter_add_(1, rows.labels[some, None], d_logprobs[some, None])
-            total += d_logprobs[some]
-        if d_support_logprobs is not None:
-            upstream = d_support_logprobs[saved.entries[inside]]
+        if upstreams.logprobs is not None:
+            upstream = upstreams.logprobs[some]
+            dz.scatter_add_(1, rows.labels[some, None], upstream[:, None])
+            total += upstream
+        if upstreams.support_logprobs is not None:
+            upstream = upstreams.support_logprobs[saved.entries[inside]]
             dz.index_put_(at, upstream, accumulate=True)
             total.index_add_(0, at[0], upstream)
-        if d_tail_logprobs is not None:
+        if upstreams.tail_logprobs is not None:
             tail = saved.tail_logprobs[chunk]
             some_tail = tail > -torch.inf
-            upstream = torch.where(some_tail, d_tail_logprobs[some], 0.0)
+            upstream = torch.where(some_tail, upstreams.tail_logprobs[some], 0.0)
             share = logp - torch.where(some_tail, tail, 0.0)[:, None]
-            known = rows.support.known[saved.entries[inside]]
+            known = rows.known[saved.entries[inside]]
             share[at[0][known], at[1][known]] = -torch.inf
             dz += share.exp_() * upstream[:, None]
             total += upstream
-        if d_entropy is not None and saved.entropy is not None:
-            dz -= d_entropy[some, None] * p_log_p(logp)
-            total += d_entropy[some] * saved.entropy[chunk]
+        if upstreams.entropy is not None:
+            dz -= upstreams.entropy[some, None] * p_log_p(logp)
+            total += upstreams.entropy[some] * saved.entropy[chunk]
         dz -= logp.exp_() * total[:, None]
-        dz *= transform.derivative(z, rows.inv_temperature[some, None])
+        dz *= transform.derivative(z, rows.temperature[some, None])
         if d_bias is not None:
             d_bias += dz.sum(0)
         if d_hidden is not None:
-            d_hidden[some] += _product(dz, weight)
+            d_hidden[some] += _product(dz, inputs.weight)
         if d_weight is not None:
-            d_weight.addmm_(dz.T, hidden[some].to(dz.dtype))
+            d_weight.addmm_(dz.T, inputs.hidden[some].to(dz.dtype))
 
 
 def _chunks(place: Tensor, n: int, vocab_size: int) -> Iterator[tuple[slice, slice]]:
@@ -159,12 +151,7 @@ def _product(dz: Tensor, weight: Tensor) -> Tensor:
 
 
 def _logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: FlatRows,
-    chosen: Tensor,
-    transform: LogitTransform,
+    inputs: HeadInputs, rows: FlatRows, chosen: Tensor, transform: LogitTransform
 ) -> Tensor:
-    raw = _transposed_product(hidden[chosen], weight)
-    return transform(raw, bias, rows.inv_temperature[chosen, None])
+    raw = _transposed_product(inputs.hidden[chosen], inputs.weight)
+    return transform(raw, inputs.bias, rows.temperature[chosen, None])

@@ -1,93 +1,252 @@
-"""The arguments of a head, checked and made into flat rows that are safe to compute."""
+"""The arguments of a head, checked, and its N flat rows; what goes in, and what comes back."""
 
 import math
 import os
 import sys
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_loss.arguments import is_integral, require_number, require_tensor
-from rl_loss.csr import NONE, REPLAY, RowKind, first_row, segment_sum
+from rl_loss.arguments import is_integral, require_count, require_number, require_tensor
+from rl_loss.csr import FAILED, NONE, REPLAY, first_row, rows_of_entries, segment_sum
 from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
-from rl_loss.plan import HeadPlan
 from rl_loss.support import Support
 from rl_loss.validation import check_ids, check_labels, check_recorded
 
 
+class HeadInputs(NamedTuple):
+    """What a head multiplies, in the order of its gradients."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is added up in, and the dtype of the outputs."""
+        return accumulation_dtype(self.hidden, self.weight)
+
+    def cut(self, vocab_size: int) -> "HeadInputs":
+        """Without the rows of the weight that are padding (views)."""
+        bias = None if self.bias is None else self.bias[:vocab_size]
+        return HeadInputs(self.hidden, self.weight[:vocab_size], bias)
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Upstreams(NamedTuple):
+    """The gradient that comes back to each output of a head; None where nothing reads it."""
+
+    logprobs: Tensor | None  # [N]
+    support_logprobs: Tensor | None  # [nnz]
+    tail_logprobs: Tensor | None  # [N]
+    entropy: Tensor | None = None  # [N]
+
+    @property
+    def none(self) -> bool:
+        return all(upstream is None for upstream in self)
+
+
 @dataclass(frozen=True)
-class FlatRows:
+class HeadArguments:
+    """What a head is called with: the arguments of `fused_lm_head`, checked for their form."""
+
+    hidden: Tensor  # [..., H]
+    weight: Tensor  # [V, H]
+    labels: Tensor  # [...]
+    support: Support | None
+    temperature: float | Tensor
+    bias: Tensor | None
+    softcap: float | None
+    logit_scale: float
+    active: Tensor | None  # [...] bool
+    entropy: str | None
+    impl: str
+    logits_dtype: torch.dtype | None
+    workspace_mib: float
+    vocab_size: int | None
+    process_group: Any
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "bias"):
+            object.__setattr__(self, name, local_tensor(name, getattr(self, name)))
+        _check_tensors(self)
+        _check_options(self)
+
+    @property
+    def n(self) -> int:
+        return self.labels.numel()
+
+    @property
+    def ids(self) -> int:
+        """V: the rows of the weight that are ids."""
+        return len(self.weight) if self.vocab_size is None else int(self.vocab_size)
+
+    @property
+    def inputs(self) -> HeadInputs:
+        n, h = self.n, self.hidden.shape[-1]
+        return HeadInputs(self.hidden.reshape(n, h), self.weight, self.bias)
+
+    @property
+    def transform(self) -> LogitTransform:
+        return logit_transform(self.softcap, self.logit_scale, self.logits_dtype is not None)
+
+    @property
+    def on_kernels(self) -> bool:
+        """Whether the Triton kernels compute the head; what cannot run raises."""
+        if self.impl not in ("auto", "reference", "triton"):
+            raise ValueError(f'impl must be "auto", "reference" or "triton", got {self.impl!r}')
+        device = self.hidden.device.type
+        if self.impl == "reference" or (self.impl == "auto" and device == "cpu"):
+            return False
+        if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"impl={self.impl!r} needs tensors on a CUDA device, got {device}: "
+                'use impl="auto" on the CPU, "reference" elsewhere'
+            )
+        return True
+
+    def support_or_none(self) -> Support:
+        """The support, on the device of the hidden states; rows of kind NONE where not given."""
+        if self.support is not None:
+            return self.support
+        return Support.empty(self.n).to(self.hidden.device, non_blocking=True)
+
+    def active_on_device(self) -> Tensor:
+        """`[...]` bool."""
+        if self.active is None:
+            return torch.ones(self.labels.shape, dtype=torch.bool, device=self.hidden.device)
+        return self.active.to(self.hidden.device, non_blocking=True)
+
+
+class FlatRows(NamedTuple):
     """N flat rows on one device, with neutral values where a row is inactive."""
 
     labels: Tensor  # [N] int64, in [0, V)
-    inv_temperature: Tensor  # [N] in the accumulation dtype
+    temperature: Tensor  # [N] in the accumulation dtype
     active: Tensor  # [N] bool
     broken: Tensor  # [N] bool: active, but breaks a rule that only the device could see
-    support: Support  # N rows
+    ids: Tensor  # [nnz] int32
+    known: Tensor  # [nnz] bool
+    offsets: Tensor  # [N + 1] int64
+    kind: Tensor  # [N] int8
 
-    def __len__(self) -> int:
+    @property
+    def n(self) -> int:
         return len(self.labels)
 
-    @cached_property
-    def gathered(self) -> Tensor:
-        """The rows that are normalised over their support, `[G]` int64."""
-        return self._where(self.support.kind == RowKind.REPLAY)
+    @property
+    def entry_rows(self) -> Tensor:
+        """The row of each entry, `[nnz]` int64."""
+        return rows_of_entries(self.offsets, len(self.ids))
 
-    @cached_property
-    def dense(self) -> Tensor:
+    def replayed(self) -> Tensor:
+        """The rows that are normalised over their support, `[G]` int64."""
+        return self._where(self.kind == REPLAY)
+
+    def over_v(self) -> Tensor:
         """The rows that are normalised over the vocabulary, `[D]` int64."""
-        return self._where(self.support.kind != RowKind.REPLAY)
+        return self._where(self.kind != REPLAY)
 
     def _where(self, mask: Tensor) -> Tensor:
         return (mask & self.active & ~self.broken).nonzero()[:, 0]
 
+    def usable_entries(self) -> Tensor:
+        """Entries that a loss may read, `[nnz]` bool."""
+        usable = self.active & ~self.broken & (self.kind > NONE)
+        return usable[self.entry_rows] & self.known
+
+    def without_entries(self) -> "FlatRows":
+        """The same rows without evidence."""
+        return self._replace(
+            ids=self.ids[:0],
+            known=self.known[:0],
+            offsets=torch.zeros_like(self.offsets),
+            kind=torch.zeros_like(self.kind),
+        )
+
     def entries(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The entries of some rows: their numbers and each one's place in `rows`, both `[E]`."""
-        counts = self.support.offsets.diff()[rows]
+        counts = self.offsets.diff()[rows]
         places = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
         within = torch.arange(len(places), device=rows.device) - (counts.cumsum(0) - counts)[places]
-        return self.support.offsets[rows][places] + within, places
+        return self.offsets[rows][places] + within, places
 
 
-def local_tensor(name: str, tensor: Any) -> Any:
-    """The tensor itself, or what a replicated DTensor holds; a sharded one is refused."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if tensor is None or module is None or not isinstance(tensor, module.DTensor):
-        return tensor
-    if not all(placement.is_replicate() for placement in tensor.placements):
+def flat_rows(given: HeadArguments) -> FlatRows:
+    """Checks the values that the host sees; flattens to N rows, neutral where inactive."""
+    n, support, active = given.n, given.support_or_none(), given.active
+    labels = given.labels.reshape(n)
+    if active is None or active.device.type == "cpu":
+        check_recorded(support, active)
+    on_device = given.active_on_device().reshape(n)
+    temperature = _temperatures(given, on_device)
+    if host_sees(labels.device):
+        check_ids(support, given.ids, on_device)
+        check_labels(labels, given.ids, support, on_device)
+        broken = torch.zeros(n, dtype=torch.bool)
+    else:
+        broken = on_device & _breaks_a_rule(labels, support, given.ids, temperature)
+    usable = on_device & ~broken
+    return FlatRows(
+        labels=torch.where(usable, labels, 0).long(),
+        temperature=torch.where(usable, temperature, 1.0),
+        active=on_device,
+        broken=broken,
+        ids=support.ids,
+        known=support.known,
+        offsets=support.offsets,
+        kind=support.kind,
+    )
+
+
+def _temperatures(given: HeadArguments, on: Tensor) -> Tensor:
+    """`[N]`; NaN where a device holds what is no temperature."""
+    temperature, dtype = given.temperature, given.inputs.dtype
+    if not isinstance(temperature, Tensor):
+        return torch.full((len(on),), float(temperature), dtype=dtype, device=on.device)
+    temperature = temperature.to(dtype).expand(given.labels.shape).reshape(-1)
+    good = (temperature > 0) & (temperature < torch.inf)
+    bad = on & ~good
+    if host_sees(temperature.device) and bad.any():
+        row = first_row(bad)
         raise ValueError(
-            f"{name} must not be a sharded DTensor, got placements {tensor.placements}: call the "
-            "head inside its FSDP module, where the weight is gathered"
+            f"temperature must be above 0 and finite, got {float(temperature[row])} in row {row}"
         )
-    return tensor.to_local()
+    return torch.where(good, temperature, torch.nan)
 
 
-def use_kernels(impl: str, device: torch.device) -> bool:
-    """Whether the Triton kernels compute the head; what cannot run raises."""
-    if impl not in ("auto", "reference", "triton"):
-        raise ValueError(f'impl must be "auto", "reference" or "triton", got {impl!r}')
-    if impl == "reference" or (impl == "auto" and device.type == "cpu"):
-        return False
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not interpreted:
-        raise ValueError(
-            f"impl={impl!r} needs tensors on a CUDA device, got {device.type}: "
-            'use impl="auto" on the CPU, "reference" elsewhere'
-        )
-    return True
+def _breaks_a_rule(
+    labels: Tensor, support: Support, vocab_size: int, temperature: Tensor
+) -> Tensor:
+    """The rows that break a rule which only the device can see, `[N]`."""
+    rows, n = support.entry_rows, len(labels)
+    outside = segment_sum((support.ids >= vocab_size).int(), rows, n) > 0
+    held = segment_sum((support.ids == labels[rows]).int(), rows, n) > 0
+    kind = support.kind
+    bad = (labels < 0) | (labels >= vocab_size) | temperature.isnan() | outside
+    bad |= (kind == FAILED) | ((kind == REPLAY) & ~held)
+    return bad | ((kind > NONE) & (support.offsets.diff() == 0))
 
 
-def rows_over_v(support: Support, plan: HeadPlan, active: Tensor | None, full: bool) -> Tensor:
-    """The rows of which a head takes something over the vocabulary, `[D]` int64 on the device.
+def rows_over_v(given: HeadArguments, support: Support, plan_rows: Tensor) -> Tensor:
+    """The rows of which a head takes something over the vocabulary, `[D]` int64 on the device;
+    `plan_rows` are those that the plan names.
 
     A mask on the device costs a sync where there are any; one on the host does not.
     """
-    if not full and (active is None or len(plan.over_v) == 0):
-        return plan.over_v
+    active, full = given.active, given.entropy == "full"
+    if not full and (active is None or len(plan_rows) == 0):
+        return plan_rows
     rows = host_rows_over_v(support, active, full).to(support.device, non_blocking=True)
     if active is not None and active.device.type != "cpu" and len(rows):
         rows = rows[active.reshape(-1)[rows]]
@@ -103,33 +262,20 @@ def host_rows_over_v(support: Support, active: Tensor | None, full: bool = False
     return wanted.nonzero()[:, 0]
 
 
-def active_wide(support: Support, plan: HeadPlan, active: Tensor | None) -> Tensor:
-    """The wide rows that a loss may read, as far as the host knows, `[W]` int64."""
-    if len(plan.wide) == 0 or active is None or active.device.type != "cpu":
-        return plan.wide
-    if torch.compiler.is_compiling():  # a shape that depends on values breaks the graph
-        return plan.wide
-    rows = plan.wide_on_host
-    return rows[active.reshape(-1)[rows]].to(support.device, non_blocking=True)
+# --- checks of form ---
 
 
-def check_options(
-    softcap: float | None,
-    logit_scale: float,
-    entropy: str | None,
-    logits_dtype: torch.dtype | None,
-    workspace_mib: float,
-    process_group: Any,
-) -> LogitTransform:
-    if process_group is not None:
-        raise ValueError("process_group: vocabulary-parallel weights are not supported yet")
-    if entropy not in (None, "support", "full"):
-        raise ValueError(f'entropy must be None, "support" or "full", got {entropy!r}')
-    if logits_dtype not in (None, torch.bfloat16):
-        raise ValueError(f"logits_dtype must be None or torch.bfloat16, got {logits_dtype}")
-    if not 0 < require_number("workspace_mib", workspace_mib) < math.inf:
-        raise ValueError(f"workspace_mib must be above 0 and finite, got {workspace_mib!r}")
-    return logit_transform(softcap, logit_scale, logits_dtype is not None)
+def local_tensor(name: str, tensor: Any) -> Any:
+    """The tensor itself, or what a replicated DTensor holds; a sharded one is refused."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if tensor is None or module is None or not isinstance(tensor, module.DTensor):
+        return tensor
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        raise ValueError(
+            f"{name} must not be a sharded DTensor, got placements {tensor.placements}: call the "
+            "head inside its FSDP module, where the weight is gathered"
+        )
+    return tensor.to_local()
 
 
 def logit_transform(
@@ -145,53 +291,61 @@ def logit_transform(
     return LogitTransform(softcap, logit_scale, rounded)
 
 
-def flat_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    support: Support | None,
-    temperature: float | Tensor,
-    bias: Tensor | None,
-    active: Tensor | None,
-) -> tuple[Tensor, FlatRows]:
-    """Checks the values that the host sees; flattens to N rows, neutral where inactive."""
-    shape, n, device = labels.shape, labels.numel(), hidden.device
-    vocab_size = weight.shape[0]
-    support = Support.empty(n, device=device) if support is None else support
-    if active is None or active.device.type == "cpu":
-        check_recorded(support, active)
-    if active is None:
-        active = torch.ones(shape, dtype=torch.bool, device=device)
-    on_device = active.to(device, non_blocking=True).reshape(n)
-    inv_temperature = _inv_temperature(temperature, hidden, weight, shape, on_device)
-    if host_sees(device):
-        check_ids(support, vocab_size, on_device)
-        check_labels(labels, vocab_size, support, on_device)
-        broken = torch.zeros(n, dtype=torch.bool)
-    else:
-        broken = _broken(labels.reshape(n), support, vocab_size, on_device, inv_temperature)
-    usable = on_device & ~broken
-    rows = FlatRows(
-        labels=torch.where(usable, labels.reshape(n), 0).long(),
-        inv_temperature=torch.where(usable, inv_temperature, 1.0),
-        active=on_device,
-        broken=broken,
-        support=support,
-    )
-    return hidden.reshape(n, hidden.shape[-1]), rows
+def check_vocab_size(vocab_size: int | None, rows: int) -> None:
+    """Refuses a vocabulary that the rows of the weight do not hold."""
+    if vocab_size is None:
+        return
+    require_count("vocab_size", vocab_size, 1)
+    if vocab_size > rows:
+        raise ValueError(f"vocab_size must be at most the weight's {rows} rows, got {vocab_size}")
 
 
-def check_tensors(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    support: Support | None,
-    bias: Tensor | None,
-    active: Tensor | None,
-) -> None:
+def _check_options(given: HeadArguments) -> None:
+    if given.process_group is not None:
+        raise ValueError("process_group: vocabulary-parallel weights are not supported yet")
+    if given.entropy not in (None, "support", "full"):
+        raise ValueError(f'entropy must be None, "support" or "full", got {given.entropy!r}')
+    if given.logits_dtype not in (None, torch.bfloat16):
+        raise ValueError(f"logits_dtype must be None or torch.bfloat16, got {given.logits_dtype}")
+    if not 0 < require_number("workspace_mib", given.workspace_mib) < math.inf:
+        raise ValueError(f"workspace_mib must be above 0 and finite, got {given.workspace_mib!r}")
+    check_vocab_size(given.vocab_size, len(given.weight))
+    logit_transform(given.softcap, given.logit_scale)
+    _check_temperature(given)
+
+
+def _check_temperature(given: HeadArguments) -> None:
+    """Refuses one value that is no temperature, and a tensor of them for its form alone."""
+    temperature, shape = given.temperature, given.labels.shape
+    if not isinstance(temperature, Tensor):
+        value = require_number("temperature", temperature)
+        if not 0 < value < math.inf or 1 / value == math.inf:
+            raise ValueError(f"temperature must be above 0 and finite, got {temperature!r}")
+        return
+    if temperature.requires_grad:
+        raise ValueError("temperature must not require a gradient: the head gives it none")
+    if temperature.dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"temperature must be float32 or float64, got {temperature.dtype}: was it cast by "
+            "mixed precision? FSDP2 casts a module's inputs unless its MixedPrecisionPolicy has "
+            "cast_forward_inputs=False"
+        )
+    if temperature.device != given.hidden.device:
+        raise ValueError(
+            f"temperature must be on {given.hidden.device} as hidden, got {temperature.device}"
+        )
+    if temperature.dim() and temperature.shape != shape:
+        raise ValueError(
+            f"temperature must be one value or {tuple(shape)}, got {tuple(temperature.shape)}"
+        )
+
+
+def _check_tensors(given: HeadArguments) -> None:
     """Refuses arguments whose types, shapes, dtypes or devices do not fit together."""
-    for name, given in {"hidden": hidden, "weight": weight, "labels": labels}.items():
-        require_tensor(name, given)
+    hidden, weight, labels = given.hidden, given.weight, given.labels
+    support, bias, active = given.support, given.bias, given.active
+    for name, value in {"hidden": hidden, "weight": weight, "labels": labels}.items():
+        require_tensor(name, value)
     if not (support is None or isinstance(support, Support)):
         raise ValueError(f"support must be a Support, got {type(support).__name__}")
     for name, option in {"bias": bias, "active": active}.items():
@@ -225,58 +379,3 @@ def check_tensors(
             raise ValueError(f"{name} must be on {hidden.device} as hidden, got {value.device}")
     if active is not None and active.device.type != "cpu" and active.device != hidden.device:
         raise ValueError(f"active must be on {hidden.device} or the host, got {active.device}")
-
-
-def check_temperature(temperature: float) -> float:
-    temperature = require_number("temperature", temperature)
-    if not 0 < temperature < math.inf or 1 / temperature == math.inf:
-        raise ValueError(f"temperature must be above 0 and finite, got {temperature!r}")
-    return temperature
-
-
-def check_temperatures(temperature: Tensor, hidden: Tensor, shape: torch.Size) -> None:
-    """Refuses a tensor of temperatures for its form alone."""
-    if temperature.requires_grad:
-        raise ValueError("temperature must not require a gradient: the head gives it none")
-    if temperature.device != hidden.device:
-        raise ValueError(
-            f"temperature must be on {hidden.device} as hidden, got {temperature.device}"
-        )
-    if temperature.dim() and temperature.shape != shape:
-        raise ValueError(
-            f"temperature must be one value or {tuple(shape)}, got {tuple(temperature.shape)}"
-        )
-
-
-def _inv_temperature(
-    temperature: float | Tensor, hidden: Tensor, weight: Tensor, shape: torch.Size, on: Tensor
-) -> Tensor:
-    """`1 / T`, `[N]`; a bad T on a device gives NaN."""
-    dtype = accumulation_dtype(hidden, weight)
-    if not isinstance(temperature, Tensor):
-        inv = 1.0 / check_temperature(temperature)
-        return torch.full((len(on),), inv, dtype=dtype, device=hidden.device)
-    check_temperatures(temperature, hidden, shape)
-    temperature = temperature.to(dtype).expand(shape).reshape(-1)
-    good = (temperature > 0) & (temperature < torch.inf)
-    bad = on & ~good
-    if host_sees(temperature.device) and bad.any():
-        row = first_row(bad)
-        raise ValueError(
-            f"temperature must be above 0 and finite, got {float(temperature[row])} in row {row}"
-        )
-    return torch.where(good, 1.0 / torch.where(good, temperature, 1.0), torch.nan)
-
-
-def _broken(
-    labels: Tensor, support: Support, vocab_size: int, active: Tensor, inv_temperature: Tensor
-) -> Tensor:
-    """The active rows that break a rule which only the device can see, `[N]`."""
-    rows, n = support.entry_rows, len(labels)
-    outside = segment_sum((support.ids >= vocab_size).int(), rows, n) > 0
-    held = segment_sum((support.ids == labels[rows]).int(), rows, n) > 0
-    kind = support.kind
-    bad = (labels < 0) | (labels >= vocab_size) | inv_temperature.isnan() | outside
-    bad |= (kind == RowKind.FAILED) | ((kind == RowKind.REPLAY) & ~held)
-    bad |= (kind > RowKind.NONE) & (support.offsets.diff() == 0)
-    return active & bad

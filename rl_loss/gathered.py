@@ -1,145 +1,125 @@
-"""REPLAY rows: logits of the support's ids alone, forward and backward."""
+"""REPLAY rows without kernels: logits of the support's ids alone, forward and backward."""
 
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rl_loss.csr import segment_logsumexp, segment_sum
-from rl_loss.flat_rows import FlatRows
+from rl_loss.flat_rows import FlatRows, HeadInputs, Needs, Upstreams
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
 
 # The most elements of a gathered block of weight rows, where no sparse product exists.
 _BLOCK = 2**22
 
 
-class SparseRows:
-    """All REPLAY rows of a batch, through torch's sparse products or bounded gathers.
+class Gathered(NamedTuple):
+    """What the forward computed, and the backward reads: of G rows of several ids, whose entries
+    are E, and of S rows of one id, which have log p = 0 whatever their logit."""
 
-    The tail of a row is the ids whose q is unknown. A row of one id has log p = 0 whatever its
-    logit, which is not computed.
+    chosen: Tensor  # [G] the rows of several ids, in the batch
+    entries: Tensor  # [E] their entries, in the support
+    place: Tensor  # [E] each entry's row, in `chosen`
+    z: Tensor  # [E]
+    support_logprobs: Tensor  # [E]
+    logprobs: Tensor  # [G]
+    tail_logprobs: Tensor  # [G] of the ids whose q is unknown
+    entropy: Tensor  # [G], 0 where not asked for
+    single: Tensor  # [S] the rows of one id, in the batch
+
+
+def gathered_fwd(
+    inputs: HeadInputs, rows: FlatRows, transform: LogitTransform, want_entropy: bool
+) -> Gathered:
+    """Log-probabilities over their supports of all REPLAY rows, through torch's sparse products
+    or bounded gathers."""
+    replayed = rows.replayed()
+    several = rows.offsets.diff()[replayed] > 1
+    chosen = replayed[several]
+    entries, place = rows.entries(chosen)
+    n, at, ids = len(chosen), chosen[place], rows.ids[entries]
+    z = transform(
+        sampled_products(inputs.hidden, inputs.weight, at, ids),
+        None if inputs.bias is None else inputs.bias[ids],
+        rows.temperature[at],
+    )
+    logp = z - segment_logsumexp(z, place, n)[place]
+    label, unknown = ids == rows.labels[at], ~rows.known[entries]
+    disorder = p_log_p(logp) if want_entropy else torch.zeros_like(logp)
+    return Gathered(
+        chosen=chosen,
+        entries=entries,
+        place=place,
+        z=z,
+        support_logprobs=logp,
+        logprobs=segment_sum(torch.where(label, logp, 0.0), place, n),
+        tail_logprobs=segment_logsumexp(logp[unknown], place[unknown], n),
+        entropy=-segment_sum(disorder, place, n),
+        single=replayed[~several],
+    )
+
+
+def gathered_bwd(
+    saved: Gathered,
+    inputs: HeadInputs,
+    rows: FlatRows,
+    transform: LogitTransform,
+    upstreams: Upstreams,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of hidden, weight and bias, in the accumulation dtype, 0 where there is none;
+    None where not needed."""
+    hidden, weight, bias = inputs
+    grad = _entry_grads(saved, rows, transform, upstreams)
+    at, ids = saved.chosen[saved.place], rows.ids[saved.entries]
+    d_hidden = d_weight = d_bias = None
+    if needs.hidden:
+        d_hidden = scattered_products(grad, weight, at, ids, len(hidden), ordered=True)
+        d_hidden[_lost(saved.single, rows, upstreams)] = torch.nan
+    if needs.weight:
+        d_weight = scattered_products(grad, hidden, ids, at, len(weight), ordered=False)
+    if needs.bias and bias is not None:
+        d_bias = segment_sum(grad, ids, len(bias))
+    return d_hidden, d_weight, d_bias
+
+
+def _lost(single: Tensor, rows: FlatRows, upstreams: Upstreams) -> Tensor:
+    """Rows of one id have no gradient, but what is NaN upstream must not end there."""
+    nan = torch.zeros_like(single, dtype=torch.bool)
+    for upstream in (upstreams.logprobs, upstreams.tail_logprobs, upstreams.entropy):
+        if upstream is not None:
+            nan |= upstream[single].isnan()
+    if upstreams.support_logprobs is not None:
+        nan |= upstreams.support_logprobs[rows.offsets[single]].isnan()
+    return single[nan]
+
+
+def _entry_grads(
+    saved: Gathered, rows: FlatRows, transform: LogitTransform, upstreams: Upstreams
+) -> Tensor:
+    """The gradient of each entry's raw product, `[E]`.
+
+    With `u` an entry's upstream, the label's and its share of the tail's included,
+    `dz_v = u_v - p_v * sum(u) - d_entropy * p_v * (log p_v + entropy)`.
     """
-
-    def __init__(
-        self,
-        hidden: Tensor,  # [N, H]
-        weight: Tensor,  # [V, H]
-        bias: Tensor | None,  # [V]
-        rows: FlatRows,
-        transform: LogitTransform,
-        want_entropy: bool,
-    ) -> None:
-        support = rows.support
-        several = support.offsets.diff()[rows.gathered] > 1
-        chosen, single = rows.gathered[several], rows.gathered[~several]
-        entries, place = rows.entries(chosen)
-        n, at, ids = len(chosen), chosen[place], support.ids[entries]
-        z = transform(
-            sampled_products(hidden, weight, at, ids),
-            None if bias is None else bias[ids],
-            rows.inv_temperature[at],
-        )
-        logp = z - segment_logsumexp(z, place, n)[place]
-        label, unknown = ids == rows.labels[at], ~support.known[entries]
-        self.size = len(rows), support.nnz
-        self.chosen, self.entries, self.place = chosen, entries, place  # [G], [E], [E]
-        self.at, self.ids, self.z, self.support_logprobs = at, ids, z, logp  # [E]
-        self.label, self.unknown = label, unknown  # [E]
-        self.single = single, support.known[support.offsets[single]]  # [S], [S]
-        self.logprobs = segment_sum(torch.where(label, logp, 0.0), place, n)  # [G]
-        self.tail_logprobs = segment_logsumexp(logp[unknown], place[unknown], n)  # [G]
-        self.entropy = -segment_sum(p_log_p(logp), place, n) if want_entropy else None
-
-    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`[N]`, `[nnz]`, `[N]`, `[N]`, 0 for the rows that are not REPLAY."""
-        n, nnz = self.size
-        new = self.z.new_zeros
-        logprobs, entries, tails, entropy = new(n), new(nnz), new(n), new(n)
-        logprobs[self.chosen] = self.logprobs
-        entries[self.entries] = self.support_logprobs
-        tails[self.chosen] = self.tail_logprobs
-        single, known = self.single
-        tails[single] = torch.where(known, -torch.inf, 0.0).to(tails.dtype)
-        if self.entropy is not None:
-            entropy[self.chosen] = self.entropy
-        return logprobs, entries, tails, entropy
-
-    def backward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: FlatRows,
-        transform: LogitTransform,
-        upstreams: tuple[Tensor | None, ...],
-        needs: tuple[bool, ...],
-        into: list[Tensor | None],
-    ) -> list[Tensor | None]:
-        """The gradients of hidden, weight and bias, those of `into` added before the rounding."""
-        grad = self.entry_grads(rows, transform, *upstreams)
-        at, ids = self.at, self.ids
-        grads: list[Tensor | None] = [None, None, None]
-        if needs[0]:
-            d_hidden = scattered_products(grad, weight, at, ids, len(hidden), ordered=True)
-            d_hidden[self._lost(rows, *upstreams)] = torch.nan
-            grads[0] = d_hidden
-        if needs[1]:
-            grads[1] = scattered_products(grad, hidden, ids, at, len(weight), ordered=False)
-        if needs[2] and bias is not None:
-            grads[2] = segment_sum(grad, ids, len(bias))
-        for i, (more, tensor) in enumerate(zip(into, (hidden, weight, bias), strict=True)):
-            total = grads[i]
-            if total is not None and tensor is not None:
-                grads[i] = (total if more is None else total.add_(more)).to(tensor.dtype)
-        return grads
-
-    def _lost(
-        self,
-        rows: FlatRows,
-        d_logprobs: Tensor | None,
-        d_support_logprobs: Tensor | None,
-        d_tail_logprobs: Tensor | None,
-        d_entropy: Tensor | None,
-    ) -> Tensor:
-        """Rows of one id have no gradient, but what is NaN upstream must not end there."""
-        single, _ = self.single
-        nan = torch.zeros_like(single, dtype=torch.bool)
-        for upstream in (d_logprobs, d_tail_logprobs, d_entropy):
-            if upstream is not None:
-                nan |= upstream[single].isnan()
-        if d_support_logprobs is not None:
-            nan |= d_support_logprobs[rows.support.offsets[single]].isnan()
-        return single[nan]
-
-    def entry_grads(
-        self,
-        rows: FlatRows,
-        transform: LogitTransform,
-        d_logprobs: Tensor | None,  # [N]
-        d_support_logprobs: Tensor | None,  # [nnz]
-        d_tail_logprobs: Tensor | None,  # [N]
-        d_entropy: Tensor | None,  # [N]
-    ) -> Tensor:
-        """The gradient of each entry's raw product, `[E]`.
-
-        With `u` an entry's upstream, the label's and its share of the tail's included,
-        `dz_v = u_v - p_v * sum(u) - d_entropy * p_v * (log p_v + entropy)`.
-        """
-        at, place, logp = self.at, self.place, self.support_logprobs
-        u = torch.zeros_like(logp)
-        if d_support_logprobs is not None:
-            u += d_support_logprobs[self.entries]
-        if d_logprobs is not None:
-            u += torch.where(self.label, d_logprobs[at], 0.0)
-        if d_tail_logprobs is not None:
-            tail = torch.where(self.unknown, self.tail_logprobs[place], 0.0)
-            share = torch.where(self.unknown, logp - tail, -torch.inf).exp()
-            u += torch.where(self.unknown, share * d_tail_logprobs[at], 0.0)
-        p = logp.exp()
-        dz = u - p * segment_sum(u, place, len(self.chosen))[place]
-        if d_entropy is not None and self.entropy is not None:
-            dz -= (p_log_p(logp) + p * self.entropy[place]) * d_entropy[at]
-        return dz * transform.derivative(self.z, rows.inv_temperature[at])
+    place, logp = saved.place, saved.support_logprobs
+    at, ids = saved.chosen[place], rows.ids[saved.entries]
+    u = torch.zeros_like(logp)
+    if upstreams.support_logprobs is not None:
+        u += upstreams.support_logprobs[saved.entries]
+    if upstreams.logprobs is not None:
+        u += torch.where(ids == rows.labels[at], upstreams.logprobs[at], 0.0)
+    if upstreams.tail_logprobs is not None:
+        unknown = ~rows.known[saved.entries]
+        tail = torch.where(unknown, saved.tail_logprobs[place], 0.0)
+        share = torch.where(unknown, logp - tail, -torch.inf).exp()
+        u += torch.where(unknown, share * upstreams.tail_logprobs[at], 0.0)
+    p = logp.exp()
+    dz = u - p * segment_sum(u, place, len(saved.chosen))[place]
+    if upstreams.entropy is not None:
+        dz -= (p_log_p(logp) + p * saved.entropy[place]) * upstreams.entropy[at]
+    return dz * transform.derivative(saved.z, rows.temperature[at])
 
 
 # --- the three products of entries (row, id) ---

@@ -1,34 +1,29 @@
 """The LM head that computes the logits a loss reads, and no others."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rl_loss.csr import RowKind
 from rl_loss.dense import Dense, dense_bwd, dense_fwd
 from rl_loss.flat_rows import (
     FlatRows,
-    active_wide,
-    check_options,
-    check_temperature,
-    check_temperatures,
-    check_tensors,
+    HeadArguments,
+    HeadInputs,
+    Needs,
+    Upstreams,
+    check_vocab_size,
     flat_rows,
-    local_tensor,
     logit_transform,
-    rows_over_v,
-    use_kernels,
 )
-from rl_loss.gathered import SparseRows
-from rl_loss.kernels.operators import kernel_head
-from rl_loss.kernels.records import HeadScalars, HeadTensors
-from rl_loss.logits import LogitTransform, accumulation_dtype
+from rl_loss.gathered import Gathered, gathered_bwd, gathered_fwd
+from rl_loss.logits import LogitTransform
 from rl_loss.reference import reference_lm_head
 from rl_loss.support import Support
-from rl_loss.validation import check_recorded
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,7 @@ def fused_lm_head(
     impl: Literal["auto", "reference", "triton"] = "auto",
     logits_dtype: torch.dtype | None = None,
     workspace_mib: float = 512,
+    vocab_size: int | None = None,
     process_group: Any = None,
 ) -> LMHeadOutput:
     """The trainer's log-probabilities of the labels and of every support id.
@@ -97,6 +93,9 @@ def fused_lm_head(
             summation rounds the other way; the gradient is that of the logits not rounded.
         workspace_mib: MiB that a block of logits over the vocabulary may take on a GPU, in the
             forward and in the backward; smaller is slower (on 16384 rows: below 256).
+        vocab_size: the number of ids V where `weight` has more rows than that: padding to a
+            multiple of a tile or of the ranks. The rows behind it have no mass and no gradient,
+            whatever they hold, and no id or label may be among them. None: every row is an id.
         process_group: the group over which `weight` is split by vocabulary: not supported yet,
             and refused.
 
@@ -120,116 +119,41 @@ def fused_lm_head(
         >>> bool((out.support_logprobs.exp().sum() - 1).abs() < 1e-6)
         True
     """
-    weight, bias = local_tensor("weight", weight), local_tensor("bias", bias)
-    check_tensors(hidden, weight, labels, support, bias, active)
-    kernels = use_kernels(impl, hidden.device)
-    transform = check_options(
-        softcap, logit_scale, entropy, logits_dtype, workspace_mib, process_group
-    )
-    if kernels:
-        workspace = int(workspace_mib * 2**20)
-        return _on_kernels(
-            hidden,
-            weight,
-            labels,
-            support,
-            temperature,
-            bias,
-            active,
-            transform,
-            entropy,
-            workspace,
-        )
-    flat, rows = flat_rows(hidden, weight, labels, support, temperature, bias, active)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if impl == "reference":
-            out = reference_lm_head(flat, weight, bias, rows, transform, entropy)
-        else:
-            out = _FusedLMHead.apply(flat, weight, bias, rows, transform, entropy)
-    logprobs, support_logprobs, tail, uncertainty = out
-    usable = rows.active & ~rows.broken & (rows.support.kind > RowKind.NONE)
-    return LMHeadOutput(
-        logprobs=logprobs.reshape(labels.shape),
-        support_logprobs=support_logprobs,
-        trainer_tail_logprobs=tail.reshape(labels.shape),
-        entropy=None if uncertainty is None else uncertainty.reshape(labels.shape),
-        support_valid=usable[rows.support.entry_rows] & rows.support.known,
-        active=rows.active.reshape(labels.shape),
-        support=support,
-    )
-
-
-def head_inputs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    support: Support | None,
-    temperature: float | Tensor,
-    bias: Tensor | None,
-    active: Tensor | None,
-    transform: LogitTransform,
-    entropy: str | None,
-    workspace: int,
-) -> tuple[HeadTensors, HeadScalars, Tensor]:
-    """Arguments as the kernels take them, and `active` on the device; what only the device can
-    see is left to them."""
-    shape, n, v = labels.shape, labels.numel(), len(weight)
-    if support is None:
-        support = Support.empty(n).to(hidden.device, non_blocking=True)
-    plan = support.plan_for(v)
-    if not plan.sound and (active is None or active.device.type == "cpu"):
-        check_recorded(support, active)
-    temperatures = None
-    if isinstance(temperature, Tensor):
-        check_temperatures(temperature, hidden, shape)
-        temperatures, temperature = temperature.expand(shape).reshape(n).contiguous(), 1.0
-    else:
-        temperature = check_temperature(temperature)
-    if active is None:
-        on = torch.ones(shape, dtype=torch.bool, device=hidden.device)
-    else:
-        on = active.to(hidden.device, non_blocking=True)
-    tensors = HeadTensors(
-        hidden=hidden.reshape(n, hidden.shape[-1]),
+    given = HeadArguments(
+        hidden=hidden,
         weight=weight,
-        bias=bias,
-        labels=labels.reshape(n).contiguous(),
-        temperatures=temperatures,
-        active=None if active is None else on.reshape(n).contiguous(),
-        ids=support.ids,
-        known=support.known,
-        offsets=support.offsets,
-        kind=support.kind,
-        tiles=plan.tiles,
-        wide=active_wide(support, plan, active),
-        over_v=rows_over_v(support, plan, active, entropy == "full"),
-    )
-    scalars = HeadScalars(
+        labels=labels,
+        support=support,
         temperature=temperature,
-        softcap=transform.softcap or 0.0,
-        scale=transform.scale,
-        rounded=transform.rounded,
-        max_width=plan.max_width,
-        head=plan.head,
-        draws=plan.draws,
-        want_entropy=("support", "full").index(entropy) + 1 if entropy else 0,
-        workspace=workspace,
+        bias=bias,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        active=active,
+        entropy=entropy,
+        impl=impl,
+        logits_dtype=logits_dtype,
+        workspace_mib=workspace_mib,
+        vocab_size=vocab_size,
+        process_group=process_group,
     )
-    return tensors, scalars, on
+    if given.on_kernels:
+        from rl_loss.kernels.operators import kernel_head
 
-
-def _on_kernels(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> LMHeadOutput:
-    tensors, scalars, on = head_inputs(hidden, weight, labels, *options)
-    logprobs, support_logprobs, tails, uncertainty, valid = kernel_head(tensors, scalars)
-    shape = labels.shape
+        on = given.active_on_device()
+        logprobs, support_logprobs, tails, uncertainty, valid = kernel_head(given, on)
+    else:
+        rows = flat_rows(given)
+        valid, on = rows.usable_entries(), rows.active.reshape(labels.shape)
+        head = _reference if impl == "reference" else _without_kernels
+        logprobs, support_logprobs, tails, uncertainty = head(given, rows)
     return LMHeadOutput(
-        logprobs=logprobs.reshape(shape),
+        logprobs=logprobs,
         support_logprobs=support_logprobs,
-        trainer_tail_logprobs=tails.reshape(shape),
-        entropy=uncertainty.reshape(shape) if scalars.want_entropy else None,
+        trainer_tail_logprobs=tails,
+        entropy=uncertainty if entropy else None,
         support_valid=valid,
         active=on,
-        support=options[0],
+        support=support,
     )
 
 
@@ -241,7 +165,7 @@ class FusedLMHead(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as `nn.Linear`.
-        softcap, logit_scale: the model's own, as in `fused_lm_head`.
+        softcap, logit_scale, vocab_size: the model's own, as in `fused_lm_head`.
 
     Example:
         >>> head = FusedLMHead.from_linear(nn.Linear(4, 9, bias=False), softcap=30.0)
@@ -257,16 +181,23 @@ class FusedLMHead(nn.Linear):
         *,
         softcap: float | None = None,
         logit_scale: float = 1.0,
+        vocab_size: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         logit_transform(softcap, logit_scale)
+        check_vocab_size(vocab_size, out_features)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.softcap, self.logit_scale = softcap, logit_scale
+        self.softcap, self.logit_scale, self.vocab_size = softcap, logit_scale, vocab_size
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, softcap: float | None = None, logit_scale: float = 1.0
+        cls,
+        linear: nn.Linear,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        vocab_size: int | None = None,
     ) -> "FusedLMHead":
         """A head that shares the parameters of `linear`, so that tied weights stay tied."""
         if type(linear) is not nn.Linear:
@@ -277,6 +208,7 @@ class FusedLMHead(nn.Linear):
             linear.bias is not None,
             softcap=softcap,
             logit_scale=logit_scale,
+            vocab_size=vocab_size,
             device="meta",
         )
         head.weight, head.bias = linear.weight, linear.bias
@@ -291,78 +223,150 @@ class FusedLMHead(nn.Linear):
     ) -> Tensor | LMHeadOutput:
         if labels is None:
             return super().forward(hidden)
-        options = {"softcap": self.softcap, "logit_scale": self.logit_scale, **options}
+        own = "softcap", "logit_scale", "vocab_size"
+        options = {**{name: getattr(self, name) for name in own}, **options}
         return fused_lm_head(hidden, self.weight, labels, support, bias=self.bias, **options)
 
 
 # --- where there are no kernels ---
 
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, of entries, of tails, entropy
+
+
+def _reference(given: HeadArguments, rows: FlatRows) -> Outputs:
+    with torch.autocast(given.hidden.device.type, enabled=False):
+        inputs = given.inputs.cut(given.ids)
+        logprobs, entries, *rest = reference_lm_head(inputs, rows, given.transform, given.entropy)
+    logprobs, tails, entropy = (_shaped(part, given) for part in (logprobs, *rest))
+    return logprobs, entries, tails, entropy
+
+
+def _shaped(flat: Tensor, given: HeadArguments) -> Tensor:
+    """`[N]` to `[...]`, no view: FSDP2 warns of a module that returns one."""
+    shape = given.labels.shape
+    return flat if flat.shape == shape else flat.reshape(shape).clone()
+
+
+@torch.compiler.disable  # whose sparse products and shapes that depend on values it cannot take
+def _without_kernels(given: HeadArguments, rows: FlatRows) -> Outputs:
+    options = _Options(given.transform, given.entropy, given.ids, tuple(given.labels.shape))
+    with torch.autocast(given.hidden.device.type, enabled=False):
+        return _FusedLMHead.apply(*given.inputs, rows, options)
+
+
+class _Options(NamedTuple):
+    """What is no tensor."""
+
+    transform: LogitTransform
+    entropy: str | None
+    vocab_size: int
+    shape: tuple[int, ...]  # of the labels
+
+
+class _Saved(NamedTuple):
+    """What the forward computed of each path, and the backward reads."""
+
+    gathered: Gathered
+    dense: Dense
+    full: Dense | None  # of the replayed rows over V, for their full entropy
+
 
 class _FusedLMHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, transform, entropy):
+    def forward(ctx, hidden, weight, bias, rows, options):
         ctx.set_materialize_grads(False)
-        gathered = SparseRows(hidden, weight, bias, rows, transform, entropy == "support")
-        dense = dense_fwd(hidden, weight, bias, rows, rows.dense, transform, entropy is not None)
-        full = None
-        if entropy == "full":
-            none = Support.empty(len(rows), device=hidden.device)
-            plain = replace(rows, support=none)
-            full = plain, dense_fwd(hidden, weight, bias, plain, rows.gathered, transform, True)
-        ctx.save_for_backward(hidden, weight, bias)
-        ctx.rows, ctx.transform = rows, transform
-        ctx.gathered, ctx.dense, ctx.full = gathered, dense, full
-        return _outputs(rows, gathered, dense, full and full[1], entropy)
+        inputs = HeadInputs(hidden, weight, bias)
+        outputs, saved = head_fwd(inputs.cut(options.vocab_size), rows, options)
+        full = () if saved.full is None else saved.full
+        ctx.save_for_backward(*inputs, *rows, *saved.gathered, *saved.dense, *full)
+        ctx.options = options
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_logprobs, d_support, d_tail, d_entropy):
-        upstreams = d_logprobs, d_support, d_tail, d_entropy
+    def backward(ctx, *upstreams):
         if all(upstream is None for upstream in upstreams):
-            return (None,) * 6
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            return _FusedLMHead._grads(ctx, upstreams)
-
-    @staticmethod
-    def _grads(ctx, upstreams):
-        hidden, weight, bias = ctx.saved_tensors
-        rows, transform = ctx.rows, ctx.transform
-        d_entropy = upstreams[3]
-        inputs, needs = (hidden, weight, bias), ctx.needs_input_grad[:3]
-        dtype, into = accumulation_dtype(hidden, weight), []
-        dense_rows = len(ctx.dense.chosen) + (0 if ctx.full is None else len(ctx.full[1].chosen))
-        for tensor, need in zip(inputs, needs, strict=True):
-            # Nothing over the vocabulary: no accumulator beside the gathered rows' own.
-            needed = need and dense_rows > 0
-            into.append(tensor.new_zeros(tensor.shape, dtype=dtype) if needed else None)
-        dense_bwd(ctx.dense, *inputs, rows, transform, *upstreams, *into)
-        if ctx.full is not None and d_entropy is not None:
-            plain, full = ctx.full
-            only = None, None, None, d_entropy
-            dense_bwd(full, *inputs, plain, transform, *only, *into)
-        grads = ctx.gathered.backward(*inputs, rows, transform, upstreams, needs, into)
-        if grads[0] is not None:
-            grads[0].masked_fill_(rows.broken[:, None], torch.nan)
-        return *grads, None, None, None
+            return (None,) * 5
+        tensors = iter(ctx.saved_tensors)
+        inputs, rows = _next(HeadInputs, tensors), _next(FlatRows, tensors)
+        gathered, dense = _next(Gathered, tensors), _next(Dense, tensors)
+        saved = _Saved(gathered, dense, _next(Dense, tensors))
+        needs = Needs(*ctx.needs_input_grad[:3])
+        shaped = (None if u is None else u.reshape(-1) for u in upstreams)
+        with torch.autocast(inputs.hidden.device.type, enabled=False):
+            grads = head_bwd(inputs, rows, ctx.options, saved, Upstreams(*shaped), needs)
+        return *grads, None, None
 
 
-def _outputs(
-    rows: FlatRows,
-    gathered: SparseRows,
-    dense: Dense,
-    full: Dense | None,
-    entropy: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Puts the rows of every path where they stood in the batch."""
-    logprobs, support_logprobs, tail, uncertainty = gathered.outputs()
-    logprobs[dense.chosen] = dense.logprobs
-    tail[dense.chosen] = dense.tail_logprobs
-    support_logprobs[dense.entries] = dense.support_logprobs
-    if dense.entropy is not None:
-        uncertainty[dense.chosen] = dense.entropy
-    if full is not None and full.entropy is not None:
+def _next(record: type, tensors: Iterator[Tensor]) -> Any:
+    """The next tensors as such a record; None where there are no more."""
+    fields = list(islice(tensors, len(record._fields)))  # type: ignore[attr-defined]
+    return record(*fields) if fields else None
+
+
+def head_fwd(inputs: HeadInputs, rows: FlatRows, options: _Options) -> tuple[Outputs, _Saved]:
+    """The outputs, each row written by its path, and what the backward reads."""
+    transform, entropy, _, shape = options
+    gathered = gathered_fwd(inputs, rows, transform, entropy == "support")
+    dense = dense_fwd(inputs, rows, rows.over_v(), transform, entropy is not None)
+    full = None
+    if entropy == "full":
+        full = dense_fwd(inputs, rows.without_entries(), rows.replayed(), transform, True)
+    new = gathered.z.new_zeros
+    outputs = new(shape), new(len(rows.ids)), new(shape), new(shape)
+    support_logprobs = outputs[1]
+    logprobs, tails, uncertainty = (outputs[i].view(-1) for i in (0, 2, 3))
+    tails[gathered.single] = _tail_of_one(rows, gathered.single, tails.dtype)
+    for part in (gathered, dense):
+        logprobs[part.chosen] = part.logprobs
+        tails[part.chosen] = part.tail_logprobs
+        uncertainty[part.chosen] = part.entropy
+        support_logprobs[part.entries] = part.support_logprobs
+    if full is not None:
         uncertainty[full.chosen] = full.entropy
-    for out in (logprobs, tail, uncertainty):
+    for out in (logprobs, tails, uncertainty):
         out.masked_fill_(rows.broken, torch.nan)
-    support_logprobs.masked_fill_(rows.broken[rows.support.entry_rows], torch.nan)
-    return logprobs, support_logprobs, tail, uncertainty if entropy else None
+    support_logprobs.masked_fill_(rows.broken[rows.entry_rows], torch.nan)
+    return outputs, _Saved(gathered, dense, full)
+
+
+def _tail_of_one(rows: FlatRows, single: Tensor, dtype: torch.dtype) -> Tensor:
+    """Log p of the tail of rows of one id: all or nothing."""
+    known = rows.known[rows.offsets[single]]
+    return torch.where(known, -torch.inf, 0.0).to(dtype)
+
+
+def head_bwd(
+    inputs: HeadInputs,
+    rows: FlatRows,
+    options: _Options,
+    saved: _Saved,
+    upstreams: Upstreams,
+    needs: Needs,
+) -> list[Tensor | None]:
+    """The gradients of hidden, weight and bias, added up wide and rounded once."""
+    transform, entropy, vocab_size, _ = options
+    ids = inputs.cut(vocab_size)
+    replayed = upstreams
+    if entropy != "support":  # else that of replayed rows is another path's, or none
+        replayed = upstreams._replace(entropy=None)
+    sums = gathered_bwd(saved.gathered, ids, rows, transform, replayed, needs)
+    dense_bwd(saved.dense, ids, rows, transform, upstreams, sums)
+    if saved.full is not None and upstreams.entropy is not None:
+        only = Upstreams(None, None, None, upstreams.entropy)
+        dense_bwd(saved.full, ids, rows.without_entries(), transform, only, sums)
+    if sums[0] is not None:
+        sums[0].masked_fill_(rows.broken[:, None], torch.nan)
+    return [
+        None if total is None or tensor is None else _padded(total, len(tensor)).to(tensor.dtype)
+        for total, tensor in zip(sums, inputs, strict=True)
+    ]
+
+
+def _padded(total: Tensor, n: int) -> Tensor:
+    """The sums of the first rows, and 0 for the padding behind them."""
+    return (
+        total
+        if len(total) == n
+        else torch.cat([total, total.new_zeros(n - len(total), *total.shape[1:])])
+    )

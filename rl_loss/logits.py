@@ -18,15 +18,15 @@ class LogitTransform:
     scale: float = 1.0
     rounded: bool = False
 
-    def __call__(self, raw: Tensor, bias: Tensor | None, inv_temperature: Tensor) -> Tensor:
-        """Raw products to logits; `bias` and `inv_temperature` broadcast against `raw`."""
+    def __call__(self, raw: Tensor, bias: Tensor | None, temperature: Tensor) -> Tensor:
+        """Raw products to logits; `bias` and `temperature` broadcast against `raw`."""
         z = self._round(raw if bias is None else raw + bias.to(raw.dtype))
         if self.scale != 1.0:
             z = self._round(z * self.scale)
         if self.softcap is not None:
             z = self._round(torch.tanh(self._round(z / self.softcap)))
             z = self._round(self.softcap * z)
-        return z * inv_temperature
+        return z / temperature
 
     def _round(self, z: Tensor) -> Tensor:
         """The values rounded, the gradient passed on as it is."""
@@ -34,11 +34,11 @@ class LogitTransform:
             return z
         return z + (z.detach().to(torch.bfloat16).to(z.dtype) - z.detach())
 
-    def derivative(self, z: Tensor, inv_temperature: Tensor) -> Tensor:
+    def derivative(self, z: Tensor, temperature: Tensor) -> Tensor:
         """`dz / draw` from the logits themselves, in a shape that broadcasts against them."""
-        slope = self.scale * inv_temperature
+        slope = self.scale / temperature
         if self.softcap is not None:
-            slope = slope * (1 - (z / (inv_temperature * self.softcap)).square())
+            slope = slope * (1 - (z * temperature / self.softcap).square())
         return slope
 
 

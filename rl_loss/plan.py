@@ -16,8 +16,8 @@ class HeadPlan(NamedTuple):
     over_v: Tensor  # [D] int64: the rows that are normalised over the vocabulary
     max_width: int  # entries of the widest row, rounded up to a power of two
     wide_on_host: Tensor  # [W] int64: `wide` as a CPU tensor
-    head: bool  # some row is HEAD
-    draws: bool  # some row is DRAWS
+    any_head: bool  # some row is HEAD
+    any_draws: bool  # some row is DRAWS
     sound: bool  # no row failed to be recorded or was left empty
 
 
@@ -63,7 +63,18 @@ def head_plan(host: HostFacts, device: torch.device, vocab_size: int | None = No
         wide_on_host=wide.nonzero()[:, 0],
         over_v=moved(((host.kind >= 0) & ~replay).nonzero()[:, 0]),
         max_width=1 << max(0, widest - 1).bit_length(),
-        head=bool((host.kind == HEAD).any()),
-        draws=bool((host.kind == DRAWS).any()),
+        any_head=bool((host.kind == HEAD).any()),
+        any_draws=bool((host.kind == DRAWS).any()),
         sound=not ((host.kind != NONE) & (widths == 0)).any(),
     )
+
+
+def width_block(n: int, nnz: int) -> dict[str, int]:
+    """Entries that a program of the row kernels takes at a time, and its warps: by the mean
+    width, for a row far wider than most just takes more turns."""
+    mean = nnz / max(1, n)
+    if mean <= 24:
+        return {"BLOCK": 32, "num_warps": 1}
+    if mean <= 128:
+        return {"BLOCK": 128, "num_warps": 1}
+    return {"BLOCK": 1024, "num_warps": 4}

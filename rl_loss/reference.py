@@ -6,33 +6,30 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rl_loss.csr import RowKind, segment_logsumexp, segment_sum
-from rl_loss.flat_rows import FlatRows
-from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
+from rl_loss.csr import HEAD, segment_logsumexp, segment_sum
+from rl_loss.flat_rows import FlatRows, HeadInputs
+from rl_loss.logits import LogitTransform, p_log_p
 
 # The most elements of a gathered block of weight rows, or of a block of logits.
 _BLOCK = 2**23
 
 
 def reference_lm_head(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    bias: Tensor | None,  # [V]
-    rows: FlatRows,
-    transform: LogitTransform,
-    entropy: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-probabilities `[N]`, of support entries `[nnz]`, of tails `[N]`, and entropy `[N]`.
+    inputs: HeadInputs, rows: FlatRows, transform: LogitTransform, entropy: str | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities `[N]`, of support entries `[nnz]`, of tails `[N]`, and entropy `[N]`
+    (0 where not asked for).
 
     Blocks of rows are computed one after another and again in the backward, so that neither
     holds logits over the vocabulary, or gathered weight rows, of more than one block.
     """
-    dtype = accumulation_dtype(hidden, weight)
+    dtype = inputs.dtype
     # Converted once and whole: autograd then adds up in this dtype and rounds once, at the end.
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    n, nnz = len(rows), rows.support.nnz
-    entry_rows = rows.support.entry_rows
+    bias = None if inputs.bias is None else inputs.bias.to(dtype)
+    inputs = HeadInputs(inputs.hidden.to(dtype), inputs.weight.to(dtype), bias)
+    hidden, weight, _ = inputs
+    replayed, over_v = rows.replayed(), rows.over_v()
+    n, nnz, entry_rows = rows.n, len(rows.ids), rows.entry_rows
     new = torch.zeros(n, dtype=dtype, device=hidden.device)
     out = {
         "logprobs": new,
@@ -45,21 +42,21 @@ def reference_lm_head(
         out[name] = out[name].index_copy(0, at, value)
 
     def block(function, chosen: Tensor) -> tuple[Tensor, ...]:
-        args = (hidden, weight, bias, rows, transform, chosen)
+        args = (inputs, rows, transform, chosen)
         if not torch.is_grad_enabled():
             return function(*args)
         return checkpoint(function, *args, use_reentrant=False)
 
-    if not len(rows.gathered) and not len(rows.dense):
+    if not len(replayed) and not len(over_v):
         # Nothing is computed: the inputs get zeros and not None, from whatever output.
-        given = [tensor[:0].reshape(-1) for tensor in (hidden, weight, bias) if tensor is not None]
+        given = [tensor[:0].reshape(-1) for tensor in inputs if tensor is not None]
         nothing = torch.cat([tensor.to(dtype) for tensor in given]).sum()
         out = {name: value + nothing for name, value in out.items()}
     # Broken rows are NaN in value and, through the product, in gradient.
     broken = rows.broken.nonzero()[:, 0]
     put("logprobs", broken, hidden[broken].sum(-1) * torch.nan)
-    widths = rows.support.offsets.diff()
-    for chosen in _blocks(rows.gathered, widths[rows.gathered] * hidden.shape[1]):
+    widths = rows.offsets.diff()
+    for chosen in _blocks(replayed, widths[replayed] * hidden.shape[1]):
         entries, _ = rows.entries(chosen)
         logprobs, support, tail, uncertainty = block(_gathered, chosen)
         put("logprobs", chosen, logprobs)
@@ -68,7 +65,7 @@ def reference_lm_head(
         if entropy == "support":
             put("entropy", chosen, uncertainty)
     sizes = torch.full((n,), weight.shape[0])
-    for chosen in _blocks(rows.dense, sizes[: len(rows.dense)]):
+    for chosen in _blocks(over_v, sizes[: len(over_v)]):
         entries, _ = rows.entries(chosen)
         logprobs, support, tail, uncertainty = block(_dense, chosen)
         put("logprobs", chosen, logprobs)
@@ -77,10 +74,10 @@ def reference_lm_head(
         if entropy is not None:
             put("entropy", chosen, uncertainty)
     if entropy == "full":
-        for chosen in _blocks(rows.gathered, sizes[: len(rows.gathered)]):
+        for chosen in _blocks(replayed, sizes[: len(replayed)]):
             put("entropy", chosen, block(_dense, chosen)[3])
     assert out["support"].shape == (nnz,)
-    return out["logprobs"], out["support"], out["tail"], out["entropy"] if entropy else None
+    return out["logprobs"], out["support"], out["tail"], out["entropy"]
 
 
 def _blocks(rows: Tensor, sizes: Tensor) -> Iterator[Tensor]:
@@ -89,17 +86,18 @@ def _blocks(rows: Tensor, sizes: Tensor) -> Iterator[Tensor]:
     return iter(rows.split(torch.unique_consecutive(block, return_counts=True)[1].tolist()))
 
 
-def _gathered(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ...]:
+def _gathered(inputs, rows, transform, chosen) -> tuple[Tensor, ...]:
     """Rows normalised over their supports."""
+    hidden, weight, bias = inputs
     n = len(chosen)
     entries, place = rows.entries(chosen)
-    ids = rows.support.ids[entries].long()
+    ids = rows.ids[entries].long()
     products = hidden[chosen][place] * weight[ids]
     at_ids = None if bias is None else bias[ids]
-    z = transform(products.sum(-1), at_ids, rows.inv_temperature[chosen][place])
+    z = transform(products.sum(-1), at_ids, rows.temperature[chosen][place])
     logprobs = z - segment_logsumexp(z, place, n)[place]
     label = ids == rows.labels[chosen][place]
-    unknown = ~rows.support.known[entries]
+    unknown = ~rows.known[entries]
     return (
         segment_sum(torch.where(label, logprobs, 0.0), place, n),
         logprobs,
@@ -108,18 +106,19 @@ def _gathered(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ..
     )
 
 
-def _dense(hidden, weight, bias, rows, transform, chosen) -> tuple[Tensor, ...]:
+def _dense(inputs, rows, transform, chosen) -> tuple[Tensor, ...]:
     """Rows normalised over the vocabulary."""
+    hidden, weight, bias = inputs
     n = len(chosen)
     entries, place = rows.entries(chosen)
-    ids = rows.support.ids[entries].long()
+    ids = rows.ids[entries].long()
     raw = _Product.apply(hidden[chosen], weight)
-    z = transform(raw, bias, rows.inv_temperature[chosen, None])
+    z = transform(raw, bias, rows.temperature[chosen, None])
     logprobs = z.log_softmax(-1)
-    known = rows.support.known[entries]
+    known = rows.known[entries]
     outside = torch.ones_like(logprobs, dtype=torch.bool)
     outside[place[known], ids[known]] = False
-    outside &= (rows.support.kind[chosen] == RowKind.HEAD)[:, None]
+    outside &= (rows.kind[chosen] == HEAD)[:, None]
     row, column = outside.nonzero(as_tuple=True)
     return (
         logprobs.gather(1, rows.labels[chosen, None])[:, 0],

@@ -277,7 +277,7 @@ def test_no_draw_of_an_excluded_id_however_the_sums_are_rounded(monkeypatch):
     logits[:, 1:16] = torch.randn(20, 15, generator=torch.Generator().manual_seed(0))
     logits[:, 64:] = -100.0  # nothing of it is left in a sum
     largest = 1 - 2**-24
-    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, largest).to(DEVICE))
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, largest).to(DEVICE))
     rows = capture_support(logits, torch.full((20,), 1), kind=RowKind.DRAWS, draws=1)
     for i, (ids, logprobs) in enumerate(entries_of(rows)):
         assert logits[i, ids[0]] > -INF
@@ -443,11 +443,13 @@ def test_kinds_on_the_device_are_those_on_the_host():
 
     logits, sampled = (part.to(DEVICE) for part in masked_logits(14, 70))
     kind = torch.tensor([0, 1, 2, 3, 9, -1, -5] * 2, dtype=torch.int8)
-    generator = torch.Generator(DEVICE)
+    uniform = torch.rand(14, 5, device=DEVICE)
 
     def capture(kind):
-        options = 2000, True, True, 5, 4, generator.manual_seed(0), -1
-        return CapturedRows(*capture_rows(logits, sampled, kind.to(DEVICE), *options))
+        packed = torch.full((2000,), -1, device=DEVICE)
+        return CapturedRows(
+            *capture_rows(logits, sampled, kind.to(DEVICE), packed, True, 4, uniform)
+        )
 
     mixed = capture(kind)
     assert mixed.kind.tolist() == [0, 1, 2, 3, -1, -1, -1] * 2

@@ -29,6 +29,18 @@ def on_device(batch):
     return replace(batch, **moved)
 
 
+def spied(monkeypatch, module, name):
+    """The calls of a function, one after another, so that a test sees that its path was taken."""
+    calls, function = [], getattr(module, name)
+
+    def spy(*args, **kwargs):
+        calls.append(args)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, spy)
+    return calls
+
+
 def head(batch, impl, **options):
     options = {"temperature": batch.temperature, "bias": batch.bias, **options}
     return fused_lm_head(
@@ -109,17 +121,12 @@ def test_each_output_alone(which):
 @kernels
 def test_wide_rows_and_frequent_ids_take_the_narrow_blocks(monkeypatch):
     """Rows of more entries than a light program takes, ids in every row, one tile and many."""
-    import rl_loss.kernels.entry_sums as scattered
+    import rl_loss.kernels.entry_sums as entry_sums
+    import rl_loss.kernels.gradient_sums as gradient_sums
 
-    monkeypatch.setattr(
-        scattered.gathered_sums,
-        "__kwdefaults__",
-        {
-            **scattered.gathered_sums.__kwdefaults__,
-            "heavy": 4,
-            "heavy_shape": {"BLOCK_H": 16, "R": 4},
-        },
-    )
+    monkeypatch.setattr(entry_sums, "HEAVY", 4)
+    monkeypatch.setattr(gradient_sums, "_HEAVY_ROW", 1)
+    monkeypatch.setattr(entry_sums, "_HEAVY_BLOCK", {"BLOCK_H": 16, "R": 4})
     for widths in ((3, 40, 1, 7), (9,)):
         batch = random_batch(7, 21, 44, kinds=(RowKind.REPLAY,), widths=widths)
         compare(batch, torch.float64, entropy="support")
@@ -138,14 +145,15 @@ def test_hot_ids_on_the_tensor_cores(monkeypatch):
     batch = on_device(random_batch(9, 20, 60, kinds=(RowKind.REPLAY,), dtype=dtype, widths=(25, 3)))
     batch.hidden[4] = torch.nan
     active = torch.arange(9) != 4
-    grads = []
+    grads, products = [], spied(monkeypatch, gradient_sums, "hot_product")
     monkeypatch.setattr(hot_ids, "_ROWS", 5)
     for hot in (True, False):
-        monkeypatch.setattr(hot_ids, "use_hot_ids", lambda *tensors, hot=hot: hot)
+        monkeypatch.setattr(gradient_sums, "use_hot_ids", lambda call, hot=hot: hot)
         leaves = batch.leaves()
         out = head(leaves, "triton", active=active)
         weighted_sum([part.cpu() for part in outputs(out)]).backward()
         grads.append(leaves.weight.grad)
+        assert len(products) == 1
     assert grads[1].isfinite().all()
     # The same float32 sums in another order, then one rounding: a unit in the last place at most.
     torch.testing.assert_close(*grads, rtol=torch.finfo(dtype).eps, atol=1e-5)
@@ -234,14 +242,17 @@ def test_an_id_that_is_drawn_more_often_than_there_are_rows():
 
 @kernels
 def test_repeated_draws_of_a_hot_id_all_count(monkeypatch):
+    import rl_loss.kernels.gradient_sums as gradient_sums
     import rl_loss.kernels.hot_ids as hot_ids
 
     monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(hot_ids, "use_hot_ids", lambda *tensors: True)
+    monkeypatch.setattr(gradient_sums, "use_hot_ids", lambda call: True)
+    products = spied(monkeypatch, gradient_sums, "hot_product")
     batch = random_batch(4, 8, 7, kinds=(RowKind.NONE,), dtype=torch.float16)
     row = ([3, 3, 3, 1], [-0.5] * 4)
     batch.support = Support.from_rows([row] * 4, kind=RowKind.DRAWS)
     compare(batch, torch.float16)
+    assert not products  # where two entries would share a cell there is none
 
 
 @kernels
@@ -303,10 +314,10 @@ def test_compiled_without_a_bias(frozen, masked, monkeypatch):
 
 @kernels
 def test_hidden_sizes_beyond_one_block(monkeypatch):
-    import rl_loss.kernels.rows as gathered
+    import rl_loss.kernels.rows as rows
 
     shape = {"WHOLE_H": False, "R": 2, "BLOCK_H": 16, "num_warps": 2}
-    monkeypatch.setattr(gathered, "_logits_shape", lambda h, width: shape)
+    monkeypatch.setattr(rows, "_logits_shape", lambda h, width: shape)
     compare(random_batch(5, 37, 29, kinds=(RowKind.REPLAY,)), torch.float64)
 
 
@@ -343,9 +354,9 @@ def test_inactive_rows_may_hold_anything(poison, where, kinds):
 @kernels
 def test_rows_that_break_a_rule_are_nan(monkeypatch):
     """A label outside its row, an id outside V, a temperature of 0: value and hidden gradient."""
-    import rl_loss.flat_rows as head_rows
+    import rl_loss.flat_rows as flat_rows
 
-    monkeypatch.setattr(head_rows, "host_sees", lambda device: False)
+    monkeypatch.setattr(flat_rows, "host_sees", lambda device: False)
     batch = random_batch(8, 6, 21, kinds=(RowKind.REPLAY,), widths=(4, 1))
     held = batch.support[0:1].ids.tolist()
     batch.labels[0] = next(v for v in range(21) if v not in held)
@@ -467,10 +478,9 @@ def test_arguments_of_any_stride(what, kinds):
 @kernels
 def test_ids_outside_the_vocabulary_touch_nothing(monkeypatch):
     """So many of one id that the weight gradient takes them for a frequent one's run."""
-    import rl_loss.kernels.entry_sums as scattered
+    import rl_loss.kernels.entry_sums as entry_sums
 
-    defaults = {**scattered.gathered_sums.__kwdefaults__, "heavy": 4}
-    monkeypatch.setattr(scattered.gathered_sums, "__kwdefaults__", defaults)
+    monkeypatch.setattr(entry_sums, "HEAVY", 4)
     support = Support.from_rows([([3, 2**31 - 1], None)] * 12 + [([3, 1], None)] * 2)
     labels = torch.full((14,), 3, device=DEVICE)
     active = torch.arange(14) >= 12

@@ -1,19 +1,38 @@
 """The passes over blocks of logits: what a row makes of them, and their gradient.
 
-A block is `[R, B]`: the raw products of the rows `chosen` with the B ids from `first` on. A cell
-of -inf is left out of it (a known id of a HEAD row, which counts apart from the tail). Each pass
-reads a cell once; the gradient is written over the products it came of.
+A block is `[R, B]`: the raw products of R rows with B ids. A cell of -inf is left out of it (a
+known id of a HEAD row, which counts apart from the tail). Each pass reads a cell once; the
+gradient is written over the products it came of.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernels.logits import ACC_TYPES, Logit, derivative, inv_temperature, logit
-from rl_loss.kernels.records import Entries, Rows
+from rl_loss.flat_rows import Upstreams
+from rl_loss.kernels.logits import derivative, inverse_of, logit
+from rl_loss.kernels.records import (
+    BROKEN,
+    KIND_HEAD,
+    KIND_REPLAY,
+    HeadCall,
+    RowOutputs,
+)
+
+
+class Block(NamedTuple):
+    """The products of some rows of a batch with a run of ids."""
+
+    raw: Tensor  # [R, B] in the accumulation dtype, and then their gradient in its memory
+    rows: Tensor  # [R] int64 their numbers in the batch
+    run: slice  # their places among all rows that blocks are made of
+    ids: slice
+    hidden: Tensor  # [R, H] the two factors
+    weight: Tensor  # [B, H]
+    last: bool  # no more rows with these ids
 
 
 @triton.jit
@@ -25,7 +44,7 @@ def _stats_kernel(
     top,  # [N] in, out
     total,  # [N] in, out: sum of exp(z - top)
     moment,  # [N] in, out: sum of exp(z - top) * (z - top)
-    T,
+    one_temperature,
     first,
     B,
     sr,
@@ -42,7 +61,7 @@ def _stats_kernel(
     """Adds a block to the running log-sum-exp of each row, and to its entropy's sum."""
     at_row = tl.program_id(0).to(tl.int64)
     row = tl.load(chosen + at_row)
-    inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
+    inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
     minus_inf = float("-inf")
     m = tl.full([], minus_inf, dtype=ACC)
     s = tl.zeros([], dtype=ACC)
@@ -55,7 +74,7 @@ def _stats_kernel(
         column = at + tl.arange(0, BLOCK)
         held = column < B
         x = tl.load(raw + at_row * sr + column, mask=held, other=minus_inf)
-        z = logit(x, bias, first + column, held, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+        z = logit(x, bias, first + column, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
         z = tl.where(x == minus_inf, minus_inf, z)
         up = tl.maximum(m, tl.max(z, axis=0))
         shift = tl.where(up == minus_inf, 0.0, up)
@@ -85,7 +104,7 @@ def _pick_kernel(
     temperature,  # [N]
     z,  # [nnz] out, where the id is in the block
     label_z,  # [N] out, likewise
-    T,
+    one_temperature,
     first,
     B,
     sr,
@@ -104,20 +123,22 @@ def _pick_kernel(
     at_row = tl.program_id(0).to(tl.int64)
     row = tl.load(chosen + at_row)
     cells = raw + at_row * sr
-    inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
+    inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
     if LABEL:
         label = tl.load(labels + row).to(tl.int64) - first
         here = (label >= 0) & (label < B)
         own = tl.load(cells + label, mask=here, other=0.0)
-        own = logit(own, bias, first + label, here, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+        own = logit(own, bias, first + label, here, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
         tl.store(label_z + row, own, mask=here)
         tl.debug_barrier()  # the label's cell is read before it is emptied
     start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     taken = start
     if TAKE_OUT:
         this = tl.load(kind + row)
-        taken = tl.where(this == 2, end, start)
-        end = tl.where(this == 1, start, end)  # a replayed row's entries are not the block's
+        taken = tl.where(this == KIND_HEAD, end, start)
+        end = tl.where(
+            this == KIND_REPLAY, start, end
+        )  # a replayed row's entries are not the block's
     step = BLOCK * tl.num_programs(1)
     for at in range(start + tl.program_id(1) * BLOCK, end, step):
         entry = at + tl.arange(0, BLOCK)
@@ -125,7 +146,7 @@ def _pick_kernel(
         inside = (column >= 0) & (column < tl.where(entry < end, B, 0))
         if ENTRIES:
             x = tl.load(cells + column, mask=inside, other=0.0)
-            x = logit(x, bias, first + column, inside, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+            x = logit(x, bias, first + column, inside, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
             tl.store(z + entry, x, mask=inside)
         if TAKE_OUT:
             out = inside & (tl.load(known + entry, mask=entry < taken, other=0) != 0)
@@ -141,14 +162,14 @@ def _grads_kernel(
     temperature,  # [N]
     labels,  # [N]
     lse,  # [N] over the vocabulary
-    state,  # [N] uint8: rows of 1 have no gradient
+    state,  # [N] uint8: broken rows have no gradient
     tail,  # [N] log p of the tail
     entropy,  # [N]
     totals,  # [N] the sum of the row's upstreams
     d_labels,  # [N]
     d_tails,  # [N]
     d_entropy,  # [N]
-    T,
+    one_temperature,
     first,
     B,
     sr,
@@ -170,10 +191,10 @@ def _grads_kernel(
     """
     at_row = tl.program_id(0).to(tl.int64)
     row = tl.load(chosen + at_row)
-    inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
+    inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
     label = tl.load(labels + row).to(tl.int64) - first
     norm = tl.load(lse + row)
-    broken = tl.load(state + row) == 1
+    broken = tl.load(state + row) == BROKEN
     total, d_label = tl.load(totals + row), tl.load(d_labels + row)
     log_tail = tl.zeros([], dtype=ACC)
     d_tail = tl.zeros([], dtype=ACC)
@@ -190,7 +211,7 @@ def _grads_kernel(
         column = at + tl.arange(0, BLOCK)
         held = column < B
         x = tl.load(raw + at_row * sr + column, mask=held, other=0.0)
-        z = logit(x, bias, first + column, held, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+        z = logit(x, bias, first + column, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
         logp = z - norm
         p = tl.exp(logp)
         g = tl.where(column == label, d_label, 0.0) - p * total
@@ -198,7 +219,7 @@ def _grads_kernel(
             g += tl.where(d_tail == 0, 0.0, tl.exp(logp - log_tail) * d_tail)
         if ENTROPY:
             g -= p * (tl.where(p == 0, 0.0, logp) + h) * d_h
-        g = tl.where(x == float("-inf"), 0.0, g * derivative(z, inv, SOFTCAP, SCALE))
+        g = tl.where(x == float("-inf"), 0.0, g * derivative(z, inverse, SOFTCAP, SCALE))
         g = tl.where(broken, 0.0, g)
         tl.debug_barrier()
         tl.store(dz + at_row * sd + column, g.to(dz.dtype.element_ty), mask=held)
@@ -226,81 +247,67 @@ def _put_kernel(
     tl.store(dz + at_row * sd + column, g.to(dz.dtype.element_ty), mask=inside)
 
 
-def _common(raw: Tensor, logits: Logit) -> dict[str, Any]:
-    return {**logits.flags, "ACC": ACC_TYPES[raw.dtype]}
-
-
-def add_stats(
-    raw: Tensor,  # [R, B]
-    chosen: Tensor,  # [R] int64
-    logits: Logit,
-    stats: Tensor,  # [4, N] in, out: top, total, moment
-    first: int,
-    moment: bool,
-) -> None:
-    """Adds the block to the statistics of the rows."""
-    if len(chosen):
-        _stats_kernel[(len(chosen),)](
-            raw, chosen, logits.bias, logits.temperature, *stats[:3], logits.scalar, first,
-            raw.shape[1], raw.stride(0),
-            NEW=first == 0, MOMENT=moment, BLOCK=4096, num_warps=4, **_common(raw, logits),
+def add_stats(call: HeadCall, block: Block, stats: Tensor) -> None:
+    """Adds the block to the statistics `[4, N]` of the rows: top, total, and moment if entropy is
+    asked for."""
+    raw, logits = block.raw, call.logit
+    if len(block.rows):
+        _stats_kernel[(len(block.rows),)](
+            raw, block.rows, logits.bias, logits.temperature, *stats[:3], logits.one_temperature,
+            block.ids.start, raw.shape[1], raw.stride(0),
+            NEW=block.ids.start == 0, MOMENT=call.scalars.entropy > 0, BLOCK=4096, num_warps=4,
+            **logits.flags,
         )  # fmt: skip
 
 
 def pick(
-    raw: Tensor,  # [R, B]
-    chosen: Tensor,  # [R] int64
-    entries: Entries,
-    logits: Logit,
-    first: int,
+    call: HeadCall,
+    block: Block,
     z: Tensor | None,  # [nnz] out
-    label_z: Tensor | None,  # [N] out
-    max_width: int,
+    label_z: Tensor | None = None,  # [N] out
     take_out: bool = True,
 ) -> None:
     """Writes the logits of labels and entries in the block, and empties known HEAD cells."""
-    labels, ids, known, offsets, kind = entries
-    if len(chosen):
+    raw, rows, logits, width = block.raw, call.rows, call.logit, call.scalars.max_width
+    if len(block.rows):
         # One program a row where it empties cells: the label is read by that program.
-        parts = 1 if take_out else triton.cdiv(max_width, 2048)
-        block = min(512, max(32, max_width))
-        _pick_kernel[(len(chosen), parts)](
-            raw, chosen, labels, ids, known.view(torch.uint8), offsets, kind, logits.bias,
-            logits.temperature, z, label_z, logits.scalar, first, raw.shape[1], raw.stride(0),
-            LABEL=label_z is not None, ENTRIES=z is not None, TAKE_OUT=take_out, BLOCK=block,
-            num_warps=max(1, block // 128), **_common(raw, logits),
+        parts = 1 if take_out else triton.cdiv(width, 2048)
+        entries = min(512, max(32, width))
+        _pick_kernel[(len(block.rows), parts)](
+            raw, block.rows, rows.labels, rows.ids, call.byte_flags()[1], rows.offsets, rows.kind,
+            logits.bias, logits.temperature, z, label_z, logits.one_temperature, block.ids.start,
+            raw.shape[1], raw.stride(0),
+            LABEL=label_z is not None, ENTRIES=z is not None, TAKE_OUT=take_out, BLOCK=entries,
+            num_warps=max(1, entries // 128), **logits.flags,
         )  # fmt: skip
 
 
 def to_grads(
-    raw: Tensor,  # [R, B]
+    call: HeadCall,
+    block: Block,
     dtype: torch.dtype,
-    chosen: Tensor,  # [R] int64
-    logits: Logit,
-    labels: Tensor,  # [N]
-    saved: Rows,
-    upstream: Tensor,  # [4, N] EntryGrads.over_v
-    first: int,
-    has_tail: bool,
-    has_entropy: bool,
+    saved: RowOutputs,
+    upstreams: Upstreams,
+    over_v: Tensor,  # [4, N] EntryGrads.over_v
 ) -> Tensor:
     """The gradient of the products, `[R, B]` in `dtype`, in their memory."""
+    raw, logits = block.raw, call.logit
     dz = raw.view(dtype)[:, : raw.shape[1]]
-    if len(chosen):
-        _grads_kernel[(len(chosen),)](
-            raw, dz, chosen, logits.bias, logits.temperature, labels, saved.lse_v, saved.state,
-            saved.tail_logprobs, saved.entropy, *upstream, logits.scalar, first, raw.shape[1],
-            raw.stride(0), dz.stride(0),
-            TAIL=has_tail, ENTROPY=has_entropy, BLOCK=2048, num_warps=4, **_common(raw, logits),
+    if len(block.rows):
+        _grads_kernel[(len(block.rows),)](
+            raw, dz, block.rows, logits.bias, logits.temperature, call.rows.labels, saved.lse_v,
+            saved.state, saved.tail_logprobs, saved.entropy, *over_v, logits.one_temperature,
+            block.ids.start, raw.shape[1], raw.stride(0), dz.stride(0),
+            TAIL=upstreams.tail_logprobs is not None and call.scalars.any_head,
+            ENTROPY=upstreams.entropy is not None, BLOCK=2048, num_warps=4, **logits.flags,
         )  # fmt: skip
     return dz
 
 
-def put_entries(
-    dz: Tensor, chosen: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, max_width: int
-) -> None:
-    """Writes the entries' gradients of the rows `chosen` `[R]` to their cells of `dz` `[R, V]`."""
-    if len(chosen):
-        _put_kernel[(len(chosen), triton.cdiv(max_width, 1024))](
-            dz, chosen, ids, offsets, grad, dz.shape[1], dz.stride(0), BLOCK=1024, num_warps=4
-        )
+def put_entries(call: HeadCall, rows: Tensor, grad: Tensor, dz: Tensor) -> None:
+    """Writes the entries' gradients `[nnz]` of `rows` `[R]` to their cells of `dz` `[R, V]`."""
+    if len(rows):
+        _put_kernel[(len(rows), triton.cdiv(call.scalars.max_width, 1024))](
+            dz, rows, call.rows.ids, call.rows.offsets, grad, dz.shape[1], dz.stride(0),
+            BLOCK=1024, num_warps=4,
+        )  # fmt: skip

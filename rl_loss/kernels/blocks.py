@@ -3,164 +3,176 @@
 A block is `[R, B]` float32: the products of R rows with B ids. The forward takes of it each row's
 log-sum-exp and the logits of its label and entries. The backward computes it again, turns it into
 the gradient of the products in place, and multiplies that with the weight and with the hidden
-states. Blocks of ids, not of rows, because a block of the weight's gradient is then one product,
-rounded once, and only the hidden gradient is added up.
+states. In two steps blocks run over ids, because a block of the weight's gradient is then one
+product, rounded once, and only the hidden gradient is added up; in one pass a block has all ids of
+some rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_loss.kernels.block_passes import add_stats, pick, put_entries, to_grads
-from rl_loss.kernels.logits import Logit
-from rl_loss.kernels.records import Entries, Rows
+from rl_loss.flat_rows import Needs, Upstreams
+from rl_loss.kernels.block_passes import Block, add_stats, pick, put_entries, to_grads
+from rl_loss.kernels.entry_grads import EntryGrads
+from rl_loss.kernels.records import HeadCall, RowOutputs
 from rl_loss.logits import accumulation_dtype
 
 # Fewer ids a block, and the matrix products lose more than the memory is worth.
 _LEAST_IDS = 2048
 
 
-def block_shape(n: int, vocab_size: int, size: int, workspace: int) -> tuple[int, int]:
-    """Rows and ids of a block of at most `workspace` bytes, `size` a logit."""
-    cells = max(1, workspace // size)
+class Shape(NamedTuple):
+    """The largest block."""
+
+    rows: int
+    ids: int
+
+
+def wide_in_ids(call: HeadCall) -> Shape:
+    """Of the rows over the vocabulary, in two steps: as many rows as there are, ids to fit."""
+    n, vocab_size = len(call.rows.over_v), len(call.weight)
+    cells = max(1, call.scalars.workspace // call.dtype.itemsize)
     rows = min(n, max(1, cells // min(_LEAST_IDS, vocab_size)))
     ids = min(vocab_size, max(1, cells // max(1, rows)))
     if 256 <= ids < vocab_size:
         ids = ids // 256 * 256  # whole tiles of a matrix product
-    return rows, ids
+    return Shape(rows, ids)
 
 
-def new_block(rows: int, ids: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[rows, ids]` for logits, its rows laid out so that matrix products read them well."""
-    return like.new_empty(rows, (ids + 63) // 64 * 64, dtype=dtype)
+def all_ids(call: HeadCall, n: int) -> Shape:
+    """Of `n` rows in runs of about one length, each with the whole vocabulary."""
+    most = max(1, call.scalars.workspace // (call.dtype.itemsize * len(call.weight)))
+    runs = -(-n // most)
+    return Shape(-(-n // max(1, runs)), len(call.weight))
 
 
-def _blocks(n: int, vocab_size: int, rows: int, ids: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Each run of ids, and the runs of rows that its block is computed for."""
-    runs = [slice(r, min(r + rows, n)) for r in range(0, n, rows)]
-    for v in range(0, vocab_size, ids):
-        yield slice(v, min(v + ids, vocab_size)), runs
+def product_blocks(call: HeadCall, chosen: Tensor, shape: Shape) -> Iterator[Block]:
+    """The blocks of the rows `chosen` `[D]`, ascending: every run of rows for one run of ids
+    after another. The next block takes the memory of the one before."""
+    n, vocab_size = len(chosen), len(call.weight)
+    if not n:
+        return
+    hidden = _rows_of(call.hidden, chosen)
+    buffer = _new_block(min(shape.rows, n), shape.ids, call.hidden, call.dtype)
+    for first in range(0, vocab_size, shape.ids):
+        ids = slice(first, min(first + shape.ids, vocab_size))
+        weight = call.weight[ids]
+        for start in range(0, n, shape.rows):
+            run = slice(start, min(start + shape.rows, n))
+            some = hidden[run]
+            raw = _products(some, weight, buffer)
+            yield Block(raw, chosen[run], run, ids, some, weight, run.stop == n)
 
 
-def vocabulary_stats(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    chosen: Tensor,  # [D] int64
-    entries: Entries,
-    logits: Logit,
-    out: Rows,  # support_logprobs: the logits of these rows' entries
-    max_width: int,
-    workspace: int,
-    moment: bool,
-) -> Tensor:
-    """`[4, N]`: log-sum-exp as maximum and sum, the entropy's sum, and the label's logit."""
-    dtype, some = accumulation_dtype(hidden, weight), rows_of(hidden, chosen)
-    stats = hidden.new_empty(4, len(hidden), dtype=dtype)
-    shape = block_shape(len(chosen), len(weight), dtype.itemsize, workspace)
-    buffer = new_block(*shape, hidden, dtype)
-    for ids, runs in _blocks(len(chosen), len(weight), *shape):
-        for run in runs:
-            raw = products(some[run], weight[ids], buffer)
-            at = chosen[run]
-            pick(raw, at, entries, logits, ids.start, out.support_logprobs, stats[3], max_width)
-            add_stats(raw, at, logits, stats, ids.start, moment)
+def vocabulary_stats(call: HeadCall, out: RowOutputs) -> Tensor:
+    """`[4, N]` of the rows over the vocabulary: log-sum-exp as maximum and sum, the entropy's sum,
+    and the label's logit. The logits of their entries go to `out.support_logprobs`."""
+    stats = call.hidden.new_empty(4, call.n, dtype=call.dtype)
+    for block in product_blocks(call, call.rows.over_v, wide_in_ids(call)):
+        take_stats(call, block, out, stats)
     return stats
 
 
-def vocabulary_grads(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    chosen: Tensor,  # [D] int64
-    entries: Entries,
-    logits: Logit,
-    saved: Rows,
-    upstream: Tensor,  # [4, N] EntryGrads.over_v
-    has_tail: bool,
-    has_entropy: bool,
-    max_width: int,
-    workspace: int,
-    d_hidden: Tensor | None,  # [D, H] added to, in the accumulation dtype
-    d_weight: Tensor | None,  # [V, H] written, one rounding, where `finish` is None
-    d_bias: Tensor | None,  # [V] added to
-    finish: Callable[[slice, Tensor], None] | None,  # is given ids and their `[B, H]`
-) -> None:
-    """The gradients that go through logits over the vocabulary."""
-    acc, some = accumulation_dtype(hidden, weight), rows_of(hidden, chosen)
-    shape = block_shape(len(chosen), len(weight), acc.itemsize, workspace)
-    buffer = new_block(*shape, hidden, acc)
-    dtype = grad_dtype(hidden, weight)
-    for ids, runs in _blocks(len(chosen), len(weight), *shape):
-        w, part = weight[ids], None
-        for run in runs:
-            raw, at = products(some[run], w, buffer), chosen[run]
-            if max_width:
-                pick(raw, at, entries, logits, ids.start, None, None, max_width)
-            dz = to_grads(
-                raw, dtype, at, logits, entries.labels, saved, upstream, ids.start,
-                has_tail, has_entropy,
-            )  # fmt: skip
-            if d_hidden is not None:
-                add_product(d_hidden[run], dz, w)
-            if d_bias is not None:
-                d_bias[ids] += dz.sum(0, dtype=acc)
-            if d_weight is None:
-                continue
-            if finish is None and len(runs) == 1 and dtype == hidden.dtype == d_weight.dtype:
-                torch.mm(dz.T, some[run], out=d_weight[ids])
-            elif part is None:
-                part = _product(dz.T, some[run])
-            else:
-                add_product(part, dz.T, some[run])
-        if part is not None and d_weight is not None:
-            if finish is None:
-                d_weight[ids] = part
-            else:
-                finish(ids, part)
+def take_stats(call: HeadCall, block: Block, out: RowOutputs, stats: Tensor) -> None:
+    """What the forward takes of a block, whose known HEAD cells are empty afterwards."""
+    pick(call, block, out.support_logprobs, stats[3])
+    add_stats(call, block, stats)
 
 
-def wide_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    wide: Tensor,  # [W] int64
-    entries: Entries,
-    logits: Logit,
-    out: Rows,
-    max_width: int,
-    workspace: int,
-) -> None:
-    """The logits of REPLAY rows so wide that a matrix product over V is cheaper than gathering."""
-    dtype, v = accumulation_dtype(hidden, weight), len(weight)
-    runs = wide.split(max(1, workspace // (dtype.itemsize * v)))
-    buffer = new_block(len(runs[0]), v, hidden, dtype)
-    for run in runs:
-        raw = products(hidden[run], weight, buffer)
-        z = out.support_logprobs
-        pick(raw, run, entries, logits, 0, z, None, max_width, take_out=False)
+class BlockSums:
+    """What the blocks send to hidden, weight and bias, in the accumulation dtype."""
+
+    def __init__(self, call: HeadCall, needs: Needs, d_weight: Tensor | None = None) -> None:
+        """`d_weight` `[V, H]`: written where a block's product is all of its ids' gradient."""
+        d, h, v = len(call.rows.over_v), call.hidden.shape[1], len(call.weight)
+        new = call.hidden.new_zeros
+        self.needs, self._d_weight = needs, d_weight
+        self._dtype = grad_dtype(call.hidden, call.weight)
+        self.hidden = new(d, h, dtype=call.dtype) if needs.hidden and d else None  # [D, H]
+        self.bias = new(v, dtype=call.dtype) if needs.bias and d else None  # [V]
+        self._part: Tensor | None = None  # [B, H] of the ids at hand
+
+    def add(
+        self, call: HeadCall, block: Block, saved: RowOutputs, upstreams: Upstreams, over_v: Tensor
+    ) -> Tensor | None:
+        """Turns the block into its gradient and sends that on. With the last rows of these ids it
+        gives their weight gradient `[B, H]`; None before, and where nothing is left to add."""
+        dz = to_grads(call, block, self._dtype, saved, upstreams, over_v)
+        if self.hidden is not None:
+            _add_product(self.hidden[block.run], dz, block.weight)
+        if self.bias is not None:
+            self.bias[block.ids] += dz.sum(0, dtype=self.bias.dtype)
+        if not self.needs.weight:
+            return None
+        if self._writes_at_once(block, dz):
+            torch.mm(dz.T, block.hidden, out=self._d_weight[block.ids])  # type: ignore[index]
+            return None
+        if self._part is None:
+            self._part = _product(dz.T, block.hidden)
+        else:
+            _add_product(self._part, dz.T, block.hidden)
+        if not block.last:
+            return None
+        part, self._part = self._part, None
+        return part
+
+    def _writes_at_once(self, block: Block, dz: Tensor) -> bool:
+        out = self._d_weight
+        alone = out is not None and block.last and block.run.start == 0
+        return alone and dz.dtype == block.hidden.dtype == out.dtype  # type: ignore[union-attr]
 
 
-def wide_hidden_grads(
-    weight: Tensor,  # [V, H]
-    wide: Tensor,  # [W] int64
-    entries: Entries,
-    grad: Tensor,  # [nnz]
-    dtype: torch.dtype,  # of the gradient of products
-    max_width: int,
-    workspace: int,
-) -> Tensor:
-    """The hidden gradients of these rows, `[W, H]` in the accumulation dtype."""
-    parts, runs = [], wide.split(max(1, workspace // (dtype.itemsize * len(weight))))
-    buffer = new_block(len(runs[0]), len(weight), weight, dtype)
+def blocks_to_grads(
+    call: HeadCall, saved: RowOutputs, upstreams: Upstreams, over_v: Tensor, sums: BlockSums
+) -> Iterator[tuple[slice, Tensor]]:
+    """Sends every block's gradient to `sums`; gives ids and their weight gradient `[B, H]`, where
+    that is not written yet."""
+    for block in product_blocks(call, call.rows.over_v, wide_in_ids(call)):
+        if call.scalars.any_head:
+            pick(call, block, None)  # empties the cells of known ids
+        part = sums.add(call, block, saved, upstreams, over_v)
+        if part is not None:
+            yield block.ids, part
+
+
+# --- REPLAY rows so wide that a matrix product over V is cheaper than gathering ---
+
+
+def wide_logits(call: HeadCall, out: RowOutputs) -> None:
+    """The logits of their entries."""
+    wide = call.rows.wide
+    shape = Shape(max(1, call.scalars.workspace // _row_bytes(call, call.dtype)), len(call.weight))
+    for block in product_blocks(call, wide, shape):
+        pick(call, block, out.support_logprobs, take_out=False)
+
+
+def wide_hidden_grads(call: HeadCall, grads: EntryGrads) -> Tensor:
+    """Their hidden gradients, `[W, H]` in the accumulation dtype."""
+    weight, dtype = call.weight, grad_dtype(call.hidden, call.weight)
+    runs = call.rows.wide.split(max(1, call.scalars.workspace // _row_bytes(call, dtype)))
+    buffer, parts = _new_block(len(runs[0]), len(weight), weight, dtype), []
     for run in runs:
         dz = buffer[: len(run), : len(weight)].zero_()
-        put_entries(dz, run, entries.ids, entries.offsets, grad, max_width)
+        put_entries(call, run, grads.grad, dz)
         parts.append(_product(dz, weight))
     return torch.cat(parts)
 
 
-def rows_of(hidden: Tensor, chosen: Tensor) -> Tensor:
+def _row_bytes(call: HeadCall, dtype: torch.dtype) -> int:
+    return dtype.itemsize * len(call.weight)
+
+
+def _rows_of(hidden: Tensor, chosen: Tensor) -> Tensor:
     """The chosen rows, ascending and each once: the tensor itself where that is all of them."""
     return hidden if len(chosen) == len(hidden) else hidden[chosen]
+
+
+def _new_block(rows: int, ids: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[rows, ids]` for logits, its rows laid out so that matrix products read them well."""
+    return like.new_empty(rows, (ids + 63) // 64 * 64, dtype=dtype)
 
 
 # --- products with a result in the accumulation dtype, whatever the inputs' ---
@@ -180,7 +192,7 @@ def _native(a: Tensor, b: Tensor) -> bool:
     return a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
 
 
-def products(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
+def _products(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
     """`h [R, H] @ w.T [H, B]` in the upper left of `buffer`, in its dtype."""
     out = buffer[: len(h), : len(w)]
     if _native(h, w):
@@ -195,7 +207,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(acc) @ b.to(acc)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Adds `a @ b` to `total`."""
     if _native(a, b):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

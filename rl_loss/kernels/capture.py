@@ -371,13 +371,10 @@ def capture_rows(
     logits: Tensor,  # [R, V], R >= 1, its rows contiguous
     sampled: Tensor,  # [R]
     asked: Tensor,  # [R] int8
-    capacity: int,
+    packed: Tensor,  # [capacity] int64 out: slots that no entry takes keep what they hold
     replay: bool,  # some row may be REPLAY
-    head: bool,  # or HEAD
-    draws: int,  # of a DRAWS row, 0 where none may be
-    top_ids: int,
-    generator: torch.Generator | None,
-    unused: int,  # what slots of the buffer hold that no entry takes
+    top: int | None,  # likeliest ids of a HEAD row; None: no row may be HEAD
+    uniform: Tensor | None,  # [R, M] in [0, 1) for M draws of a DRAWS row; None: likewise
 ) -> tuple[Tensor, ...]:
     """The fields of `CapturedRows`, in their order."""
     # The kernels count rows: whatever has one value a row has to lie row after row.
@@ -388,11 +385,12 @@ def capture_rows(
     new = logits.new_empty
     largest, smallest, mass = new(3, r, blocks, dtype=torch.float32).unbind()
     kept = new(r, blocks, dtype=torch.int32)
-    top, log_total, sampled_logprobs = new(3, r, dtype=torch.float32).unbind()
+    peak, log_total, sampled_logprobs = new(3, r, dtype=torch.float32).unbind()
     needed, counts = new(2, r, dtype=torch.int64).unbind()
     kind, needed_in_all = torch.empty_like(asked), new((), dtype=torch.int64)
     tail = torch.zeros(r, dtype=torch.float32, device=logits.device)
-    narrow_width = max(top_ids + 1 if head else 0, draws)
+    draws = 0 if uniform is None else uniform.shape[1]
+    narrow_width = max(0 if top is None else top + 1, draws)
     narrow = new(r, narrow_width, dtype=torch.int64)
 
     groups = triton.cdiv(blocks, _GROUP)
@@ -401,30 +399,28 @@ def capture_rows(
         BLOCK=_BLOCK, num_warps=1,
     )  # fmt: skip
     _row_facts_kernel[(r,)](
-        logits, sampled, asked, largest, smallest, mass, kept, top, log_total, sampled_logprobs,
+        logits, sampled, asked, largest, smallest, mass, kept, peak, log_total, sampled_logprobs,
         needed, v, blocks, draws, stride, LANES=lanes, num_warps=4,
     )  # fmt: skip
-    if head:
+    if top is not None:
         hits = smallest.view(torch.int32)  # not read any more
         listed = new(r, _LIST, dtype=torch.int32)
         _top_kernel[(r,)](
-            logits, sampled, asked, largest, mass, top, log_total, needed, narrow, tail, hits,
-            listed, v, narrow_width, top_ids, blocks, stride, LANES=lanes, LIST=_LIST,
+            logits, sampled, asked, largest, mass, peak, log_total, needed, narrow, tail,
+            hits, listed, v, narrow_width, top, blocks, stride, LANES=lanes, LIST=_LIST,
             BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
-    if draws:
-        uniform = torch.rand(r, draws, generator=generator, device=logits.device)
+    if uniform is not None:
         _draws_kernel[(r * draws,)](
-            logits, uniform, asked, mass, top, log_total, needed, narrow, v, narrow_width, draws,
+            logits, uniform, asked, mass, peak, log_total, needed, narrow, v, narrow_width, draws,
             blocks, stride, LANES=lanes, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
-    _fit_kernel[(r,)](needed, asked, counts, kind, tail, needed_in_all, r, capacity, TILE=_ROWS)
+    _fit_kernel[(r,)](needed, asked, counts, kind, tail, needed_in_all, r, len(packed), TILE=_ROWS)
     ends = counts.clamp(min=0).cumsum(0)
-    packed = torch.full((capacity,), unused, dtype=torch.int64, device=logits.device)
     copied = 128  # narrow entries of one program
     groups = groups if replay else triton.cdiv(narrow_width, copied)
     _write_kernel[(r * groups,)](
-        logits, kind, counts, ends, kept, top, log_total, narrow, packed, v, narrow_width, blocks,
+        logits, kind, counts, ends, kept, peak, log_total, narrow, packed, v, narrow_width, blocks,
         groups, stride, GROUP=_GROUP, BLOCK=_BLOCK, COPIED=copied, num_warps=1,
     )  # fmt: skip
     return packed, counts, kind, tail, sampled_logprobs, needed_in_all

@@ -7,9 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernels.logits import ACC_TYPES, Logit, derivative, inv_temperature
-from rl_loss.kernels.records import Entries, Rows
-from rl_loss.kernels.rows import width_block
+from rl_loss.flat_rows import Upstreams
+from rl_loss.kernels.logits import derivative, inverse_of
+from rl_loss.kernels.records import (
+    BROKEN,
+    ENTROPY,
+    KIND_HEAD,
+    ONE_ID,
+    OVER_V,
+    REPLAYED,
+    HeadCall,
+    RowOutputs,
+)
+from rl_loss.plan import width_block
 
 
 @triton.jit
@@ -37,10 +47,10 @@ def _entry_grads_kernel(
     v_label,  # [N] out
     v_tail,  # [N] out
     v_entropy,  # [N] out
-    T,
+    one_temperature,
     PER_ROW: tl.constexpr,
     CHOSEN: tl.constexpr,
-    OVER_V: tl.constexpr,
+    THROUGH_V: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr,
     D_LOGPROBS: tl.constexpr,
@@ -62,10 +72,10 @@ def _entry_grads_kernel(
         row = tl.load(chosen + row)
     start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     this = tl.load(state + row)
-    over = this == 4
-    on = (this == 0) | (this == 3) | over
+    over = this == OVER_V
+    on = (this == REPLAYED) | (this == ONE_ID) | over
     label = tl.load(labels + row).to(tl.int64)
-    inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
+    inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
     d_label = tl.zeros([], dtype=ACC)
     if D_LOGPROBS:
         d_label = tl.load(d_logprobs + row, mask=on, other=0.0).to(ACC)
@@ -91,19 +101,19 @@ def _entry_grads_kernel(
             sums += tl.load(d_support + entry, mask=entry < stop, other=0.0).to(ACC)
         total += tl.sum(sums, axis=0)
     # A row of one id has no gradient, but what is NaN upstream must not end there.
-    lost = (this == 1) | ((this == 3) & ((total != total) | (d_h != d_h)))
+    lost = (this == BROKEN) | ((this == ONE_ID) & ((total != total) | (d_h != d_h)))
     tl.store(flags + row, lost.to(tl.uint8))
     whole = tl.where(over, start, end)
-    if OVER_V:
-        head = tl.load(kind + row) == 2
-        whole = tl.where((this == 4) & (head == 0), start, end)
+    if THROUGH_V:
+        head = tl.load(kind + row) == KIND_HEAD
+        whole = tl.where(over & (head == 0), start, end)
         tl.store(v_total + row, tl.where(over, total, 0.0))
         tl.store(v_label + row, tl.where(over, d_label, 0.0))
         tl.store(v_tail + row, tl.where(over, d_tail, 0.0))
         tl.store(v_entropy + row, d_h)
         if FULL:
             d_h = tl.where(over, d_h, 0.0)
-    stop = tl.where((this == 0) | over, end, start)
+    stop = tl.where((this == REPLAYED) | over, end, start)
     always = tl.where(over, start, end)
     for first in range(start, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
@@ -124,7 +134,7 @@ def _entry_grads_kernel(
         dz = u - p * total
         if D_ENTROPY:
             dz -= p * (tl.where(p == 0, 0.0, logp) + h) * d_h
-        dz *= derivative(logp + norm, inv, SOFTCAP, SCALE)
+        dz *= derivative(logp + norm, inverse, SOFTCAP, SCALE)
         tl.store(grad + entry, tl.where(read, dz, 0.0), mask=held)
         tl.store(rows + entry, row.to(tl.int32), mask=held)
 
@@ -138,36 +148,38 @@ class EntryGrads(NamedTuple):
     over_v: Tensor  # [4, N]: the sum of the row's upstreams, the label's, the tail's, the entropy's
 
     @classmethod
-    def new(cls, like: Rows, over_v: bool) -> "EntryGrads":
-        grad = torch.empty_like(like.support_logprobs)
-        rows = torch.empty_like(grad, dtype=torch.int32)
-        upstream = like.lse.new_empty(4, len(like.lse) if over_v else 0)
-        return cls(grad, rows, torch.empty_like(like.state), upstream)
+    def new(cls, call: HeadCall) -> "EntryGrads":
+        """Not written yet."""
+        nnz, n, new = len(call.rows.ids), call.n, call.hidden.new_empty
+        return cls(
+            grad=new(nnz, dtype=call.dtype),
+            rows=new(nnz, dtype=torch.int32),
+            flags=new(n, dtype=torch.uint8),
+            over_v=new(4, n if len(call.rows.over_v) else 0, dtype=call.dtype),
+        )
 
 
 def entry_grads(
+    call: HeadCall,
     out: EntryGrads,
-    saved: Rows,
-    entries: Entries,
-    logits: Logit,
-    upstreams: tuple[Tensor | None, ...],  # of logprobs, support_logprobs, tails, entropy
-    full_entropy: bool,
+    saved: RowOutputs,
+    upstreams: Upstreams,
     chosen: Tensor | None = None,  # the rows, all by default
 ) -> None:
     """Writes the gradient of each entry's raw product `hidden . weight`: one launch."""
-    labels, ids, known, offsets, kind = entries
-    n = len(labels) if chosen is None else len(chosen)
+    rows, logits, s = call.rows, call.logit, call.scalars
+    n = call.n if chosen is None else len(chosen)
     d_logprobs, d_support, d_tails, d_entropy = (
         None if d is None else d.contiguous() for d in upstreams
     )
     if n:
         _entry_grads_kernel[(n,)](
             saved.support_logprobs,
-            ids,
-            known.view(torch.uint8),
-            offsets,
-            kind,
-            labels,
+            rows.ids,
+            call.byte_flags()[1],
+            rows.offsets,
+            rows.kind,
+            rows.labels,
             logits.temperature,
             chosen,
             saved.tail_logprobs,
@@ -182,17 +194,17 @@ def entry_grads(
             out.rows,
             out.flags,
             *out.over_v,
-            logits.scalar,
+            logits.one_temperature,
             PER_ROW=logits.temperature is not None,
             CHOSEN=chosen is not None,
-            OVER_V=out.over_v.shape[1] > 0,
-            SOFTCAP=logits.softcap,
-            SCALE=logits.scale,
+            THROUGH_V=out.over_v.shape[1] > 0,
+            SOFTCAP=s.softcap,
+            SCALE=s.scale,
             D_LOGPROBS=d_logprobs is not None,
             D_SUPPORT=d_support is not None,
             D_TAILS=d_tails is not None,
             D_ENTROPY=d_entropy is not None,
-            FULL=full_entropy,
-            ACC=ACC_TYPES[saved.logprobs.dtype],
-            **width_block(len(labels), len(ids)),
+            FULL=s.entropy == ENTROPY["full"],
+            ACC=logits.flags["ACC"],
+            **width_block(call.n, len(rows.ids)),
         )

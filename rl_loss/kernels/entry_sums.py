@@ -6,15 +6,18 @@ the weight gradient. Each output row is one sum in a fixed order, stored once: d
 without atomics, every row written. Entries whose gradient is 0 are not read.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.records import ACC_TYPES
+
 # Output rows of more entries go to narrow blocks of columns, many programs a row.
 HEAVY = 1024
+_HEAVY_BLOCK = {"BLOCK_H": 32, "R": 128}
 
 
 @triton.jit
@@ -157,44 +160,54 @@ def _in_order_kernel(
     tl.store(sorted_rows + at, tl.load(rows + entry, mask=held, other=0), mask=held)
 
 
-def gathered_sums(
+class EntryList(NamedTuple):
+    """The entries of M output rows, one row's after another's."""
+
+    grad: Tensor  # [nnz]
+    dense_rows: Tensor  # [nnz] int32 the row of the dense matrix that an entry multiplies
+    offsets: Tensor  # [M + 1]
+    owners: Tensor  # [nnz] int32 the output row of each entry, or a number that is none
+    most: int  # entries of one output row, or more
+    first_owner: int = 0  # the number that the first output row has in `owners`
+
+
+class Extras(NamedTuple):
+    """What else goes into output rows; None: nothing."""
+
+    base: Tensor | None = None  # [D, H] in the accumulation dtype: added before the rounding
+    base_rows: Tensor | None = None  # [M] int64 the row of base, -1: none; None: the same
+    flags: Tensor | None = None  # [M] uint8: 1 makes a row NaN
+    slots: Tensor | None = None  # [M] int32: rows with a slot (not -1) are left out
+
+
+def entry_sums(
     dense: Tensor,  # [D, H]
-    grad: Tensor,  # [nnz]
-    index: Tensor,  # [nnz] int32
-    offsets: Tensor,  # [M + 1]
+    entries: EntryList,
     out: Tensor,  # [M, H]
+    extras: Extras,
     *,
-    owners: Tensor,  # [nnz] int32
-    max_entries: int,
-    first_owner: int = 0,
-    base: Tensor | None = None,
-    base_rows: Tensor | None = None,
-    flags: Tensor | None = None,
-    slots: Tensor | None = None,
-    programs: int | None = None,
-    heavy: int = HEAVY,
-    light_shape: dict[str, int] | None = None,
-    heavy_shape: dict[str, int] | None = None,
+    heavy: int | None = None,  # entries of an output row above which narrow programs share it
+    programs: int | None = None,  # that share the output rows, one a row by default
 ) -> None:
     """Writes the sums, rounded once to `out`'s dtype: a launch, two where a row may be heavy."""
     m, h = out.shape
-    acc = tl.float64 if grad.dtype == torch.float64 else tl.float32
+    grad, index, offsets, owners, most, first_owner = entries
+    base, base_rows, flags, slots = extras
+    heavy = HEAVY if heavy is None else heavy
     flag: dict[str, Any] = {"HAS_BASE": base is not None, "HAS_FLAGS": flags is not None}
     flag |= {"HAS_BASE_ROWS": base_rows is not None, "HAS_SLOTS": slots is not None}
-    flag |= {"HEAVY": heavy, "ACC": acc}
+    flag |= {"HEAVY": heavy, "ACC": ACC_TYPES[grad.dtype]}
     if m:
         block = min(max(triton.next_power_of_2(h), 16), 1024)
-        shape = {"BLOCK_H": block, "R": 1, "num_warps": 4, **(light_shape or {})}
-        _light_kernel[(min(m, programs or m), triton.cdiv(h, shape["BLOCK_H"]))](
+        _light_kernel[(min(m, programs or m), triton.cdiv(h, block))](
             out, base, base_rows, dense, grad, index, offsets, flags, slots, m,
-            h, out.stride(0), *dense.stride(), **flag, **shape,
+            h, out.stride(0), *dense.stride(), **flag, R=1, BLOCK_H=block, num_warps=4,
         )  # fmt: skip
-    if max_entries > heavy and len(grad):
-        shape = {"BLOCK_H": 32, "R": 128, "num_warps": 4, **(heavy_shape or {})}
-        grid = triton.cdiv(len(grad), heavy), triton.cdiv(h, shape["BLOCK_H"])
+    if most > heavy and len(grad):
+        grid = triton.cdiv(len(grad), heavy), triton.cdiv(h, _HEAVY_BLOCK["BLOCK_H"])
         _heavy_kernel[grid](
             out, base, base_rows, dense, grad, index, offsets, owners, flags, slots, first_owner,
-            m, h, out.stride(0), *dense.stride(), **flag, **shape,
+            m, h, out.stride(0), *dense.stride(), **flag, **_HEAVY_BLOCK, num_warps=4,
         )  # fmt: skip
 
 

@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.entry_grads import EntryGrads
+from rl_loss.kernels.records import OVER_V, REPLAYED, UNREAD, HeadCall
+
 HOT = 384  # ids at most
 _BINS = 64  # of counts, four an octave
 _SPLITS = 4  # runs of rows whose products are added at the end
@@ -103,7 +106,7 @@ def _product_kernel(
     hidden,  # [N, H]
     matrix,  # [N, 2, HOT]
     hot_ids,  # [HOT] int64
-    state,  # [N] uint8: rows other than 0 and 4 are not read
+    state,  # [N] uint8: of REPLAYED and OVER_V rows alone hidden states are read
     parts,  # [SPLITS, HOT, H] out
     N,
     H,
@@ -128,8 +131,8 @@ def _product_kernel(
         end = tl.minimum(start + rows_a_split, N)
         for first in range(start, end, BLOCK_N):
             row = first + tl.arange(0, BLOCK_N).to(tl.int64)
-            this = tl.load(state + row, mask=row < end, other=2)
-            read = ((this == 0) | (this == 4))[:, None]
+            this = tl.load(state + row, mask=row < end, other=UNREAD)
+            read = ((this == REPLAYED) | (this == OVER_V))[:, None]
             h = tl.load(
                 hidden + row[:, None] * sh0 + columns[None, :] * sh1,
                 mask=read & (columns < H)[None, :],
@@ -179,21 +182,17 @@ def id_bounds(ids: Tensor, vocab_size: int) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32 if len(ids) < 2**31 else torch.int64)
 
 
-def use_hot_ids(hidden: Tensor, weight: Tensor, grad: Tensor) -> bool:
+def use_hot_ids(call: HeadCall) -> bool:
     """Whether the dense product is exact enough and pays: bfloat16, and many entries."""
-    low = hidden.dtype == weight.dtype == torch.bfloat16
-    return low and len(grad) >= max(2**16, 4 * len(hidden))
+    low = call.hidden.dtype == call.weight.dtype == torch.bfloat16
+    many = len(call.rows.ids) >= max(2**16, 4 * call.n)
+    return low and many
 
 
-def hot_product(
-    hidden: Tensor,  # [N, H]
-    grad: Tensor,  # [nnz]
-    rows: Tensor,  # [nnz] int32
-    ids: Tensor,  # [nnz] int32
-    bounds: Tensor,  # [V + 1]
-    state: Tensor,  # [N] uint8
-) -> HotIds:
-    """Finds the hot ids and computes their rows of the weight gradient."""
+def hot_product(call: HeadCall, grads: EntryGrads, bounds: Tensor, state: Tensor) -> HotIds:
+    """Finds the hot ids by `bounds` `[V + 1]` and computes their rows of the weight gradient;
+    `state` `[N]` as the forward gave it."""
+    hidden, grad, rows, ids = call.hidden, grads.grad, grads.rows, call.rows.ids
     (n, h), v, nnz = hidden.shape, len(bounds) - 1, len(ids)
     bins = torch.zeros(_BINS + 1, dtype=torch.int32, device=ids.device)
     slots = torch.empty(v, dtype=torch.int32, device=ids.device)
@@ -203,7 +202,7 @@ def hot_product(
     _slots_kernel[grid](bounds, bins, slots, hot_ids, v, HOT=HOT, BLOCK=1024, BINS=_BINS)
     matrix = torch.empty(min(n, _ROWS), 2, HOT, dtype=hidden.dtype, device=ids.device)
     parts = torch.empty(_SPLITS, HOT, h, dtype=torch.float32, device=ids.device)
-    grads, block = parts.new_zeros(HOT, h), min(64, HOT)
+    sums, block = parts.new_zeros(HOT, h), min(64, HOT)
     for first in range(0, n, _ROWS):
         some = hidden[first : first + _ROWS]
         matrix.zero_()
@@ -216,8 +215,8 @@ def hot_product(
             FAR=some.stride(1) * h >= 2**31,
             HOT=HOT, BLOCK_M=block, BLOCK_H=128, BLOCK_N=64, num_warps=4, num_stages=3,
         )  # fmt: skip
-        grads += parts.sum(0)
-    return HotIds(slots, hot_ids, grads)
+        sums += parts.sum(0)
+    return HotIds(slots, hot_ids, sums)
 
 
 def write_hot_rows(hot: HotIds, out: Tensor, base: Tensor | None, first: int = 0) -> None:

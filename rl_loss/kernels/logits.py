@@ -1,19 +1,13 @@
 """The one definition of a logit, inside kernels (outside: `rl_loss.logits`)."""
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-ACC_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.jit
-def inv_temperature(temperature, row, scalar, PER_ROW: tl.constexpr, ACC: tl.constexpr):
-    """1 / T; NaN where T is not above 0 and finite."""
-    t = scalar
+def inverse_of(temperature, row, one_temperature, PER_ROW: tl.constexpr, ACC: tl.constexpr):
+    """1 / T of a row; NaN where T is not above 0 and finite."""
+    t = one_temperature
     if PER_ROW:
         t = tl.load(temperature + row).to(ACC)
     good = (t > 0) & (t < float("inf"))
@@ -43,7 +37,7 @@ def logit(
     bias,  # [V]
     ids,
     held,  # which ids there are
-    inv,
+    inverse,  # 1 / T
     HAS_BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr,
@@ -58,52 +52,14 @@ def logit(
     if SOFTCAP > 0:
         z = _rounded(z / SOFTCAP, ROUND)
         z = _rounded(SOFTCAP * _rounded(_tanh(z), ROUND), ROUND)
-    return z * inv
+    return z * inverse
 
 
 @triton.jit
-def derivative(z, inv, SOFTCAP: tl.constexpr, SCALE: tl.constexpr):
+def derivative(z, inverse, SOFTCAP: tl.constexpr, SCALE: tl.constexpr):
     """d logit / d raw product, from the logit; what is rounded counts as not rounded."""
-    slope = SCALE * inv
+    slope = SCALE * inverse
     if SOFTCAP > 0:
-        capped = z / (inv * SOFTCAP)
+        capped = z / (inverse * SOFTCAP)
         slope = slope * (1.0 - capped * capped)
     return slope
-
-
-class Logit(NamedTuple):
-    """How raw products become logits: what every kernel that makes them is given."""
-
-    bias: Tensor | None  # [V]
-    temperature: Tensor | None  # [N]
-    scalar: float  # the temperature where it is one value
-    softcap: float  # 0: none
-    scale: float
-    rounded: bool  # to bfloat16, as a sampler's head leaves them
-
-    @property
-    def flags(self) -> dict:
-        return {
-            "HAS_BIAS": self.bias is not None,
-            "PER_ROW": self.temperature is not None,
-            "SOFTCAP": self.softcap,
-            "SCALE": self.scale,
-            "ROUND": self.rounded,
-        }
-
-
-def make_logit(
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    scalar: float,
-    softcap: float,
-    scale: float,
-    rounded: bool,
-    like: Tensor,  # [N, H]
-    dtype: torch.dtype,
-) -> Logit:
-    if dtype == torch.float64 and temperature is None:
-        # A scalar argument of a kernel is float32.
-        temperature = torch.full((len(like),), scalar, dtype=dtype, device=like.device)
-    bias = None if bias is None else bias.contiguous()
-    return Logit(bias, temperature, scalar, softcap, scale, rounded)

@@ -1,22 +1,43 @@
-"""What the kernels of a head are given and give: tensors, scalars, and bundles of them."""
+"""What the kernels of a head are given and give; the names of their codes."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from rl_loss.logits import accumulation_dtype
+from rl_loss.csr import DRAWS, FAILED, HEAD, NONE, REPLAY
+from rl_loss.flat_rows import HeadArguments, HeadInputs, rows_over_v
+from rl_loss.plan import HeadPlan
+from rl_loss.support import Support
+from rl_loss.validation import check_recorded
+
+ACC_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+# Kinds of rows, as kernels read them.
+KIND_FAILED, KIND_NONE, KIND_REPLAY, KIND_HEAD, KIND_DRAWS = (
+    tl.constexpr(kind) for kind in (FAILED, NONE, REPLAY, HEAD, DRAWS)
+)
+
+# What the forward found a row to be, one code in `RowOutputs.state`.
+REPLAYED = tl.constexpr(0)  # over its support, of several ids
+BROKEN = tl.constexpr(1)  # active, and breaks a rule: NaN
+UNREAD = tl.constexpr(2)  # inactive
+ONE_ID = tl.constexpr(3)  # over its support of one id: log p is 0, without a gradient
+OVER_V = tl.constexpr(4)  # over the vocabulary
+
+# Of which distribution the entropy is.
+ENTROPY = {None: 0, "support": 1, "full": 2}
 
 
-class HeadTensors(NamedTuple):
-    """What the operators read; N rows, nnz entries."""
+class RowTensors(NamedTuple):
+    """The rows of a batch and their entries; what only the device can see is not checked yet."""
 
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    labels: Tensor  # [N]
-    temperatures: Tensor | None  # [N]
-    active: Tensor | None  # [N] bool
+    labels: Tensor  # [...] N in all
+    temperature: Tensor | None  # [N], None where all rows have one
+    active: Tensor | None  # [N] bool, None: all
     ids: Tensor  # [nnz] int32
     known: Tensor  # [nnz] bool
     offsets: Tensor  # [N + 1] int64
@@ -29,62 +50,150 @@ class HeadTensors(NamedTuple):
 class HeadScalars(NamedTuple):
     """What is no tensor."""
 
-    temperature: float  # where it is one value
+    temperature: float  # where all rows have one
     softcap: float  # 0: none
     scale: float
     rounded: bool  # logits to bfloat16
+    vocab_size: int  # rows of the weight that are ids
     max_width: int  # of the support's rows, or more
-    head: bool  # some row is HEAD
-    draws: bool  # some row is DRAWS: an id may stand in it twice
-    want_entropy: int  # 0: none, 1: of what the row is normalised over, 2: over the vocabulary
+    any_head: bool  # some row is HEAD
+    any_draws: bool  # some row is DRAWS: an id may stand in it twice
+    entropy: int  # 0: none, 1: of what the row is normalised over, 2: over the vocabulary
     workspace: int  # bytes of a block of logits
 
 
-class Entries(NamedTuple):
-    """The rows' labels and supports, as every kernel reads them."""
-
-    labels: Tensor  # [N]
-    ids: Tensor  # [nnz] int32
-    known: Tensor  # [nnz] bool
-    offsets: Tensor  # [N + 1] int64
-    kind: Tensor  # [N] int8
-
-
-class Rows(NamedTuple):
+class RowOutputs(NamedTuple):
     """What the forward gives: the four outputs, and what the backward reads beside them."""
 
-    logprobs: Tensor  # [N]
+    logprobs: Tensor  # [...] as the labels
     support_logprobs: Tensor  # [nnz]
-    tail_logprobs: Tensor  # [N]
-    entropy: Tensor  # [N], empty where not asked for
+    tail_logprobs: Tensor  # [...]
+    entropy: Tensor  # [...], empty where not asked for
     valid: Tensor  # [nnz] bool
     lse: Tensor  # [N]
     lse_v: Tensor  # [N], empty where no row is over the vocabulary
-    state: Tensor  # [N] uint8: see `_rows_kernel`
+    state: Tensor  # [N] uint8
 
     @classmethod
-    def new(cls, like: Tensor, dtype: torch.dtype, n: int, nnz: int, entropy: bool, over_v: bool):
-        """Outputs of N rows, not written yet."""
-        new = like.new_empty
+    def new(cls, inputs: HeadInputs, rows: RowTensors, scalars: HeadScalars) -> "RowOutputs":
+        """Not written yet."""
+        new, shape, n = inputs.hidden.new_empty, rows.labels.shape, rows.labels.numel()
+        dtype, nnz = inputs.dtype, rows.ids.shape[0]
         return cls(
-            logprobs=new(n, dtype=dtype),
+            logprobs=new(shape, dtype=dtype),
             support_logprobs=new(nnz, dtype=dtype),
-            tail_logprobs=new(n, dtype=dtype),
-            entropy=new(n if entropy else 0, dtype=dtype),
+            tail_logprobs=new(shape, dtype=dtype),
+            entropy=new(shape if scalars.entropy else (0,), dtype=dtype),
             valid=new(nnz, dtype=torch.bool),
             lse=new(n, dtype=dtype),
-            lse_v=new(n if over_v else 0, dtype=dtype),
+            lse_v=new(n if rows.over_v.shape[0] else 0, dtype=dtype),
             state=new(n, dtype=torch.uint8),
         )
 
 
-def head_logits(t: HeadTensors, s: HeadScalars) -> Any:  # kernels.logits.Logit
-    from rl_loss.kernels.logits import make_logit
+class Logit(NamedTuple):
+    """How raw products become logits, as every kernel that makes them is told."""
 
-    dtype = accumulation_dtype(t.hidden, t.weight)
-    options = s.temperature, s.softcap, s.scale, s.rounded
-    return make_logit(t.bias, t.temperatures, *options, t.hidden, dtype)
+    bias: Tensor | None  # [V]
+    temperature: Tensor | None  # [N]
+    one_temperature: float  # where all rows have one
+    flags: dict[str, object]
 
 
-def head_entries(t: HeadTensors) -> Entries:
-    return Entries(t.labels, t.ids, t.known, t.offsets, t.kind)
+@dataclass(frozen=True)
+class HeadCall:
+    """One call of a head: what every launch of it reads."""
+
+    inputs: HeadInputs  # whole, padding of the vocabulary included
+    rows: RowTensors
+    scalars: HeadScalars
+
+    @cached_property
+    def n(self) -> int:
+        return self.rows.labels.numel()
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What is added up in."""
+        return self.inputs.dtype
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.inputs.hidden
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """`[V, H]`, the rows that are ids."""
+        return self.inputs.cut(self.scalars.vocab_size).weight
+
+    @cached_property
+    def logit(self) -> Logit:
+        s, temperature = self.scalars, self.rows.temperature
+        if self.dtype == torch.float64 and temperature is None:
+            # A scalar argument of a kernel is float32.
+            temperature = self.hidden.new_full((self.n,), s.temperature, dtype=self.dtype)
+        bias = self.inputs.cut(s.vocab_size).bias
+        bias = None if bias is None else bias.contiguous()
+        flags = {
+            "HAS_BIAS": bias is not None,
+            "PER_ROW": temperature is not None,
+            "SOFTCAP": s.softcap,
+            "SCALE": s.scale,
+            "ROUND": s.rounded,
+            "ACC": ACC_TYPES[self.dtype],
+        }
+        return Logit(bias, temperature, s.temperature, flags)
+
+    def byte_flags(self) -> tuple[Tensor | None, Tensor]:
+        """`active` and `known` as kernels load them."""
+        active = self.rows.active
+        active = None if active is None else active.view(torch.uint8)
+        return active, self.rows.known.view(torch.uint8)
+
+
+def row_tensors(given: HeadArguments, on: Tensor) -> tuple[RowTensors, HeadScalars]:
+    """The arguments of a head as its kernels take them; `on` is `active` on the device."""
+    n, support = given.n, given.support_or_none()
+    plan = support.plan_for(given.ids)
+    if not plan.sound and (given.active is None or given.active.device.type == "cpu"):
+        check_recorded(support, given.active)
+    one, temperature = 1.0, None
+    if isinstance(given.temperature, Tensor):
+        temperature = given.temperature.expand(given.labels.shape).reshape(n).contiguous()
+    else:
+        one = float(given.temperature)
+    rows = RowTensors(
+        labels=given.labels.contiguous(),
+        temperature=temperature,
+        active=None if given.active is None else on.reshape(n).contiguous(),
+        ids=support.ids,
+        known=support.known,
+        offsets=support.offsets,
+        kind=support.kind,
+        tiles=plan.tiles,
+        wide=_active_wide(given.active, support, plan),
+        over_v=rows_over_v(given, support, plan.over_v),
+    )
+    scalars = HeadScalars(
+        temperature=one,
+        softcap=float(given.softcap or 0.0),
+        scale=float(given.logit_scale),
+        rounded=given.logits_dtype is not None,
+        vocab_size=given.ids,
+        max_width=plan.max_width,
+        any_head=plan.any_head,
+        any_draws=plan.any_draws,
+        entropy=ENTROPY[given.entropy],
+        workspace=int(given.workspace_mib * 2**20),
+    )
+    return rows, scalars
+
+
+def _active_wide(active: Tensor | None, support: Support, plan: HeadPlan) -> Tensor:
+    """The wide rows that a loss may read, as far as the host knows, `[W]` int64."""
+    if len(plan.wide) == 0 or active is None or active.device.type != "cpu":
+        return plan.wide
+    if torch.compiler.is_compiling():  # a shape that depends on values breaks the graph
+        return plan.wide
+    rows = plan.wide_on_host
+    return rows[active.reshape(-1)[rows]].to(support.device, non_blocking=True)

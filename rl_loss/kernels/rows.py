@@ -9,9 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernels.logits import ACC_TYPES, Logit, inv_temperature, logit
-from rl_loss.kernels.records import Entries, Rows
-from rl_loss.plan import TILE
+from rl_loss.kernels.logits import inverse_of, logit
+from rl_loss.kernels.records import (
+    BROKEN,
+    KIND_DRAWS,
+    KIND_FAILED,
+    KIND_HEAD,
+    KIND_NONE,
+    KIND_REPLAY,
+    ONE_ID,
+    OVER_V,
+    REPLAYED,
+    UNREAD,
+    HeadCall,
+    RowOutputs,
+)
+from rl_loss.plan import TILE, width_block
 
 
 @triton.jit
@@ -25,7 +38,7 @@ def _logits_kernel(
     active,  # [N] uint8
     temperature,  # [N]
     z,  # [nnz] out
-    T,
+    one_temperature,
     H,
     V,
     sh0,
@@ -54,7 +67,7 @@ def _logits_kernel(
     if on:
         start = tl.load(offsets + row) + (tile & 0xFFFFFFFF) * TILE
         end = tl.minimum(tl.load(offsets + row + 1), start + TILE)
-        inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
+        inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
         columns = tl.arange(0, BLOCK_H)
         if FAR:
             columns = columns.to(tl.int64)
@@ -84,7 +97,7 @@ def _logits_kernel(
                         other=0.0,
                     )
                     raw += tl.sum(w.to(ACC) * part[None, :], axis=1)
-            raw = logit(raw, bias, v, held, inv, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+            raw = logit(raw, bias, v, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
             tl.store(z + entry, raw, mask=entry < end)
 
 
@@ -117,13 +130,13 @@ def _rows_kernel(
     lse,  # [N] out: over what the row is normalised over
     lse_v,  # [N] out: over the vocabulary, where there are stats
     valid,  # [nnz] uint8 out
-    state,  # [N] uint8 out: 0 replayed, 1 broken, 2 not read, 3 replayed of one id, 4 over V
-    T,
+    state,  # [N] uint8 out
+    one_temperature,
     V,
     HAS_ACTIVE: tl.constexpr,
     PER_ROW: tl.constexpr,
     CHOSEN: tl.constexpr,
-    OVER_V: tl.constexpr,
+    STATS: tl.constexpr,
     ENTROPY: tl.constexpr,  # 0: none, 1: of what the row is normalised over, 2: over V
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
@@ -134,12 +147,12 @@ def _rows_kernel(
         row = tl.load(chosen + row)
     start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     this = tl.load(kind + row)
-    on = this >= -1
+    on = this >= KIND_FAILED
     if HAS_ACTIVE:
         on = tl.load(active + row) != 0
-    replay = on & (this == 1)
-    over = on & ((this == 0) | (this > 1))
-    head = over & (this == 2)
+    replay = on & (this == KIND_REPLAY)
+    over = on & ((this == KIND_NONE) | (this == KIND_HEAD) | (this == KIND_DRAWS))
+    head = over & (this == KIND_HEAD)
     label = tl.load(labels + row).to(tl.int64)
     several = end - start > 1  # one id has log p = 0 whatever its logit
     # Masks are bounds: what lies behind one of them is not of that sort.
@@ -171,7 +184,7 @@ def _rows_kernel(
     safe = tl.where(peak == minus_inf, 0.0, peak)
     mass = tl.sum(total * tl.exp(top - safe), axis=0)
     norm_v = tl.zeros([], dtype=ACC)
-    if OVER_V:
+    if STATS:
         stats = over
         if ENTROPY == 2:
             stats = over | replay
@@ -192,14 +205,14 @@ def _rows_kernel(
     tail = safe_tail + tl.log(tl.where(some_tail, mass_tail, 1.0)) - norm
     tail = tl.where(some_tail, tail, minus_inf)
     log_label = tl.zeros([], dtype=ACC)
-    if OVER_V:
+    if STATS:
         norm = tl.where(over, norm_v, norm)
         tail = tl.where(over, tail_v, tail)
         log_label = tl.load(label_z + row, mask=over, other=0.0) - norm
-    inv = inv_temperature(temperature, row, T, PER_ROW, ACC)
-    bad = (inv != inv) | (label < 0) | (label >= V) | (tl.sum(outside, axis=0) > 0)
-    bad = bad | (replay & (tl.sum(found, axis=0) == 0)) | ((this > 1) & (end == start))
-    bad = on & ((this == -1) | bad)
+    inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
+    bad = (inverse != inverse) | (label < 0) | (label >= V) | (tl.sum(outside, axis=0) > 0)
+    bad = bad | (replay & (tl.sum(found, axis=0) == 0)) | ((this > KIND_NONE) & (end == start))
+    bad = on & ((this == KIND_FAILED) | bad)
     usable_end = tl.where((replay | over) & (bad == 0), end, start)
     nan = float("nan")
     picked = tl.zeros([BLOCK], dtype=ACC)
@@ -224,28 +237,18 @@ def _rows_kernel(
     tl.store(logprobs + row, tl.where(bad, nan, tl.where(replay | over, log_label, 0.0)))
     tl.store(tails + row, tl.where(bad, nan, tl.where(replay | over, tail, 0.0)))
     tl.store(lse + row, tl.where((replay & several) | over, norm, 0.0))
-    code = tl.where(over, 4, tl.where(replay, tl.where(several, 0, 3), 2))
-    tl.store(state + row, tl.where(bad, 1, code).to(tl.uint8))
-    if OVER_V:
+    code = tl.where(replay, tl.where(several, REPLAYED, ONE_ID), UNREAD)
+    code = tl.where(bad, BROKEN, tl.where(over, OVER_V, code))
+    tl.store(state + row, code.to(tl.uint8))
+    if STATS:
         tl.store(lse_v + row, norm_v)
     if ENTROPY > 0:
         h = tl.sum(disorder, axis=0)
-        if OVER_V:
+        if STATS:
             a = tl.load(moment_v + row, mask=stats, other=0.0)
             rest = a + s * (m - norm_v)
             h -= tl.where(stats & (s > 0), tl.exp(m - norm_v) * rest, 0.0)
         tl.store(entropy + row, tl.where(bad, nan, tl.where(replay | over, h, 0.0)))
-
-
-def width_block(n: int, nnz: int) -> dict[str, int]:
-    """Entries that a program of the row kernels takes at a time, and its warps: by the mean
-    width, for a row far wider than most just takes more turns."""
-    mean = nnz / max(1, n)
-    if mean <= 24:
-        return {"BLOCK": 32, "num_warps": 1}
-    if mean <= 128:
-        return {"BLOCK": 128, "num_warps": 1}
-    return {"BLOCK": 1024, "num_warps": 4}
 
 
 def _logits_shape(h: int, max_width: int) -> dict[str, int | bool]:
@@ -263,66 +266,53 @@ def _logits_shape(h: int, max_width: int) -> dict[str, int | bool]:
     }
 
 
-def gathered_logits(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    active: Tensor | None,  # [N] bool
-    ids: Tensor,  # [nnz] int32
-    offsets: Tensor,  # [N + 1] int64
-    tiles: Tensor,  # [T] int64
-    max_width: int,
-    logits: Logit,
-    z: Tensor,  # [nnz] out
-) -> None:
-    """Writes the logits of all entries in the tiles: one launch."""
-    if len(tiles):
+def gathered_logits(call: HeadCall, z: Tensor) -> None:
+    """Writes the logits of all entries in the tiles to `z` `[nnz]`: one launch."""
+    hidden, weight, rows, logits = call.hidden, call.weight, call.rows, call.logit
+    if len(rows.tiles):
         h = hidden.shape[1]
-        _logits_kernel[(len(tiles),)](
+        _logits_kernel[(len(rows.tiles),)](
             hidden,
             weight,
             logits.bias,
-            ids,
-            offsets,
-            tiles,
-            None if active is None else active.view(torch.uint8),
+            rows.ids,
+            rows.offsets,
+            rows.tiles,
+            call.byte_flags()[0],
             logits.temperature,
             z,
-            logits.scalar,
+            logits.one_temperature,
             h,
             len(weight),
             *hidden.stride(),
             *weight.stride(),
-            HAS_ACTIVE=active is not None,
+            HAS_ACTIVE=rows.active is not None,
             FAR=max(hidden.stride(1), weight.stride(1)) * h >= 2**31,
             TILE=TILE,
-            ACC=ACC_TYPES[z.dtype],
             **logits.flags,
-            **_logits_shape(h, max_width),
+            **_logits_shape(h, call.scalars.max_width),
         )
 
 
 def normalise(
-    out: Rows,
-    entries: Entries,
-    active: Tensor | None,  # [N] bool
-    logits: Logit,
-    vocab_size: int,
-    stats: Tensor | None,  # [4, N]: top, total, moment over the vocabulary, the label's logit
-    entropy: int,  # 0: none, 1: of what the row is normalised over, 2: over the vocabulary
+    call: HeadCall,
+    out: RowOutputs,
+    stats: Tensor | None = None,  # [4, N]: top, total, moment over V, the label's logit
     chosen: Tensor | None = None,  # the rows, all by default
 ) -> None:
     """Turns the logits in `out.support_logprobs` to all outputs: one launch."""
-    labels, ids, known, offsets, kind = entries
-    n = len(labels) if chosen is None else len(chosen)
+    rows, logits = call.rows, call.logit
+    active, known = call.byte_flags()
+    n = call.n if chosen is None else len(chosen)
     if n:
         _rows_kernel[(n,)](
             out.support_logprobs,
-            ids,
-            known.view(torch.uint8),
-            offsets,
-            kind,
-            labels,
-            None if active is None else active.view(torch.uint8),
+            rows.ids,
+            known,
+            rows.offsets,
+            rows.kind,
+            rows.labels,
+            active,
             logits.temperature,
             chosen,
             *((None,) * 4 if stats is None else stats),
@@ -333,13 +323,13 @@ def normalise(
             out.lse_v,
             out.valid.view(torch.uint8),
             out.state,
-            logits.scalar,
-            vocab_size,
+            logits.one_temperature,
+            call.scalars.vocab_size,
             HAS_ACTIVE=active is not None,
             PER_ROW=logits.temperature is not None,
             CHOSEN=chosen is not None,
-            OVER_V=stats is not None,
-            ENTROPY=entropy,
-            ACC=ACC_TYPES[out.logprobs.dtype],
-            **width_block(len(labels), len(ids)),
+            STATS=stats is not None,
+            ENTROPY=call.scalars.entropy,
+            ACC=logits.flags["ACC"],
+            **width_block(call.n, len(rows.ids)),
         )

@@ -1,0 +1,196 @@
+"""Head and loss in one pass on the kernels: the gradients with the loss, a chunk of rows at a time.
+
+The rows over their supports come first, then the rows over the vocabulary in chunks: logits,
+log-probabilities, loss, its slopes and the gradient while that chunk's logits are there.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_loss.csr import REPLAY
+from rl_loss.flat_rows import HeadArguments, Needs, Upstreams, host_rows_over_v
+from rl_loss.host import launching_on
+from rl_loss.kernels.blocks import BlockSums, all_ids, product_blocks, take_stats
+from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
+from rl_loss.kernels.gradient_sums import (
+    bias_sums,
+    hidden_sums,
+    new_weight_grad,
+    sorted_entries,
+    weight_sums,
+)
+from rl_loss.kernels.operators import entry_logits
+from rl_loss.kernels.records import HeadCall, RowOutputs, row_tensors
+from rl_loss.kernels.rows import normalise
+from rl_loss.loss.inputs import LossInputs, LossOutputs
+from rl_loss.loss.metrics import combine_metrics
+from rl_loss.support import Support
+
+Loss = Callable[..., LossOutputs]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
+
+
+def one_pass(given: HeadArguments, loss: Loss, per_token: dict[str, Tensor | None]) -> LossOutputs:
+    """See `fused_lm_head_loss`; `per_token` are the loss's values `[...]` by name."""
+    support, active = given.support_or_none(), given.active
+    if active is not None and active.device.type != "cpu" and len(support.plan.over_v):
+        active = active.cpu()  # the one sync: which rows are in a chunk
+        given = replace(given, active=active)
+    on = given.active_on_device()
+    rows, scalars = row_tensors(given, on)
+    call = HeadCall(given.inputs, rows._replace(labels=rows.labels.reshape(-1)), scalars)
+    enabled = torch.is_grad_enabled()
+    needs = Needs(*(enabled and t is not None and t.requires_grad for t in call.inputs))
+    values = {name: None if v is None else v.reshape(-1) for name, v in per_token.items()}
+    step = _Step(support, loss, on.reshape(-1), values, host_rows_over_v(support, active))
+    device = call.hidden.device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False), launching_on(call.hidden):
+        grads = step.run(call, needs)
+    total = _WithGradients.apply(*call.inputs, step.total, grads)
+    metrics, counts = combine_metrics(step.metrics)
+    return LossOutputs(total, metrics, counts, step.per_token.reshape(given.labels.shape))
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients are there already."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, total, grads):
+        ctx.save_for_backward(*grads)
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        grads = (_scaled(grad, upstream) for grad in ctx.saved_tensors)
+        return *grads, None, None
+
+
+def _scaled(grad: Tensor | None, upstream: Tensor) -> Tensor | None:
+    """The product, formed in the wider dtype and rounded when stored: an upstream of one value
+    and not 0-dim counts as a tensor there."""
+    if grad is None:
+        return None
+    return torch.mul(grad, upstream.reshape(1), out=torch.empty_like(grad))
+
+
+class _Span(NamedTuple):
+    """A stretch of rows of the batch, and of their entries."""
+
+    rows: slice
+    entries: slice
+
+
+class _Step:
+    """One batch on its way: what the loss is given, and what it has given so far."""
+
+    def __init__(
+        self,
+        support: Support,
+        loss: Loss,
+        on: Tensor,  # [N] bool
+        values: dict[str, Tensor | None],  # [N]
+        over_v: Tensor,  # [D] int64 on the host
+    ) -> None:
+        self.support, self.loss, self.on, self.values = support, loss, on, values
+        self.over_v = over_v
+        self.metrics: list[tuple[dict, dict]] = []
+        self.total: Tensor
+        self.per_token: Tensor
+
+    def run(self, call: HeadCall, needs: Needs) -> Gradients:
+        """Computes the loss, and gives the gradients."""
+        n, v, rows = call.n, len(call.weight), call.rows
+        self.per_token = call.hidden.new_zeros(n, dtype=call.dtype)
+        self.total = self.per_token.new_zeros(())
+        out, grads = entry_logits(call), EntryGrads.new(call)
+        normalise(call, out)
+        some_over_v = len(self.over_v) > 0
+        upstreams = Upstreams(None, None, None)
+        if len(self.over_v) < n or n == 0:
+            # Rows over the vocabulary are not read here: they have no loss yet.
+            mask = self.on & (rows.kind == REPLAY) if some_over_v else self.on
+            upstreams = self._slopes(out, self._span(0, n), mask)
+        entry_grads(call, grads, out, upstreams)
+        sums = BlockSums(call, needs)
+        base = self._chunks(call, out, grads, sums) if some_over_v else None
+        d_hidden = d_weight = d_bias = None
+        if needs.hidden:
+            d_hidden = hidden_sums(call, grads, sums.hidden)
+        if needs.weight or needs.bias:
+            entries = sorted_entries(call, grads, out.state)
+        del grads  # free for what follows
+        if needs.weight:
+            d_weight = new_weight_grad(call)
+            if base is not None and not len(rows.ids):
+                d_weight[:v] = base
+            else:
+                weight_sums(call, entries, slice(0, v), base, d_weight[:v])
+        if needs.bias and call.inputs.bias is not None:
+            d_bias = bias_sums(entries, sums.bias, call.inputs.bias)
+        return d_hidden, d_weight, d_bias
+
+    def _chunks(
+        self, call: HeadCall, out: RowOutputs, grads: EntryGrads, sums: BlockSums
+    ) -> Tensor | None:
+        """Every row over the vocabulary; the weight's gradient `[V, H]`, in the accumulation
+        dtype, if it is needed."""
+        stats, base = call.hidden.new_empty(4, call.n, dtype=call.dtype), None
+        for block in product_blocks(call, call.rows.over_v, all_ids(call, len(self.over_v))):
+            take_stats(call, block, out, stats)
+            normalise(call, out, stats, block.rows)
+            inside = self.over_v[block.run]
+            span = self._span(int(inside[0]), int(inside[-1]) + 1)
+            mask = torch.zeros_like(self.on).index_fill_(0, block.rows, True)[span.rows]
+            upstreams = self._slopes(out, span, mask)
+            entry_grads(call, grads, out, upstreams, block.rows)
+            if any(sums.needs):
+                base = sums.add(call, block, out, upstreams, grads.over_v)
+        return base
+
+    def _span(self, start: int, stop: int) -> _Span:
+        host = self.support.host.offsets
+        return _Span(slice(start, stop), slice(int(host[start]), int(host[stop])))
+
+    def _slopes(self, out: RowOutputs, span: _Span, mask: Tensor) -> Upstreams:
+        """The loss of the masked rows of a stretch, and its slopes by every log-probability:
+        of the whole batch's shape, 0 outside the stretch."""
+        rows, entries = span
+        outputs = out.logprobs, out.support_logprobs, out.tail_logprobs
+        spans = rows, entries, rows
+        leaves = [
+            part[at].detach().requires_grad_() for part, at in zip(outputs, spans, strict=True)
+        ]
+        values: dict[str, Any] = {k: None if v is None else v[rows] for k, v in self.values.items()}
+        inputs = LossInputs(trainer_logprobs=leaves[0], loss_mask=mask, **values)
+        if entries.stop > entries.start:
+            support = self.support
+            inputs.trainer_support_logprobs, inputs.trainer_tail_logprobs = leaves[1], leaves[2]
+            inputs.sampler_support_logprobs = support.sampler_logprobs[entries]
+            inputs.support_valid = out.valid[entries]
+            inputs.sampler_tail_mass = support.sampler_tail_mass[rows]
+            bounds = support.offsets[rows.start : rows.stop + 1]
+            inputs.support_offsets = bounds - entries.start
+            inputs.support_kind = support.kind[rows]
+        with torch.enable_grad():
+            result = self.loss(inputs)
+            slopes = torch.autograd.grad(result.loss, leaves, allow_unused=True)
+        self.metrics.append((result.metrics, result.metric_counts))
+        self.total = self.total + result.loss.detach()
+        self.per_token[rows] += result.per_token_loss.detach()
+        pairs = zip(slopes, outputs, spans, strict=True)
+        return Upstreams(*(_over_all(slope, whole, at) for slope, whole, at in pairs))
+
+
+def _over_all(slope: Tensor | None, whole: Tensor, at: slice) -> Tensor | None:
+    """A stretch's slopes in a tensor of the batch's size, 0 elsewhere."""
+    if slope is None or slope.shape == whole.shape:
+        return slope
+    out = torch.zeros_like(whole)
+    out[at] = slope
+    return out
