@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import register_dataclass
 
+from rl_loss.arguments import active_module, class_path
 from rl_loss.dense import Dense, dense_bwd, dense_fwd
 from rl_loss.flat_rows import (
     FlatRows,
@@ -41,6 +43,10 @@ class LMHeadOutput:
     support_valid: Tensor  # [nnz] bool: q is known there and the row active and usable
     active: Tensor  # [...] bool
     support: Support | None = field(default=None, repr=False)  # as it was given
+
+
+# FSDP2 looks for a module's outputs, which tell it when the backward begins, in what is a tree.
+register_dataclass(LMHeadOutput)
 
 
 def fused_lm_head(
@@ -200,8 +206,13 @@ class FusedLMHead(nn.Linear):
         vocab_size: int | None = None,
     ) -> "FusedLMHead":
         """A head that shares the parameters of `linear`, so that tied weights stay tied."""
+        linear = active_module(linear)
         if type(linear) is not nn.Linear:
-            raise ValueError(f"linear must be a plain nn.Linear, got {type(linear).__name__}")
+            raise ValueError(
+                f"linear must be a plain nn.Linear, got {class_path(linear)}, of which only the "
+                "weight would be taken: merge an adapter into it (merge_and_unload), or train the "
+                "whole head (modules_to_save)"
+            )
         head = cls(
             linear.in_features,
             linear.out_features,
@@ -247,7 +258,6 @@ def _shaped(flat: Tensor, given: HeadArguments) -> Tensor:
     return flat if flat.shape == shape else flat.reshape(shape).clone()
 
 
-@torch.compiler.disable  # whose sparse products and shapes that depend on values it cannot take
 def _without_kernels(given: HeadArguments, rows: FlatRows) -> Outputs:
     options = _Options(given.transform, given.entropy, given.ids, tuple(given.labels.shape))
     with torch.autocast(given.hidden.device.type, enabled=False):

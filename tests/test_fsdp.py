@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
 )
 BF16 = torch.bfloat16
-NOT_YET = pytest.mark.xfail(strict=False, reason="to come in the head")
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +175,6 @@ def test_a_wrapped_head_gives_what_one_in_bfloat16_gives(sharded, output_dtype, 
     torch.testing.assert_close(batch.hidden.grad, hidden.grad.float(), rtol=2**-7, atol=1e-6)
 
 
-@NOT_YET
 def test_a_temperature_that_was_cast_is_refused(sharded):
     head, batch = head_and_batch()
     head = sharded(head)
@@ -184,7 +182,6 @@ def test_a_temperature_that_was_cast_is_refused(sharded):
         head(batch.hidden, batch.labels, batch.support, temperature=batch.temperature.float())
 
 
-@NOT_YET
 @pytest.mark.parametrize("shape", [(9,), (3, 3)])
 def test_no_output_of_a_step_is_a_view(sharded, shape):
     """FSDP2 warns of views, at every step, for an in-place operation would drop its hooks."""
@@ -199,7 +196,6 @@ def test_no_output_of_a_step_is_a_view(sharded, shape):
         assert not [warning for warning in caught if "view" in str(warning.message)]
 
 
-@NOT_YET
 def test_every_torch_finds_the_outputs_that_it_hooks():
     """Up to 2.11 FSDP2 looks for them as a pytree, and gathers no weight again for a dataclass."""
     from torch.utils._pytree import tree_flatten
@@ -275,7 +271,6 @@ def test_head_and_loss_in_one_module(sharded):
         module(step)
 
 
-@NOT_YET
 def test_no_output_of_head_and_loss_is_a_view(sharded):
     head, batch = head_and_batch()
     module = sharded(HeadAndLoss(head), cast_forward_inputs=False)

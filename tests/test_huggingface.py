@@ -448,3 +448,17 @@ def test_the_model_is_left_as_it_was():
     with pytest.raises(ValueError, match="transforms"):
         logit_options(model)
     assert [module.training for module in model.modules()] == modes
+
+
+def test_from_linear_of_a_head_that_peft_adapts(peft):
+    model = adapted(peft, "qwen3 with bias", modules_to_save=["lm_head"])
+    head = model.get_output_embeddings()
+    copy = head.modules_to_save["default"]
+    fused = FusedLMHead.from_linear(head)
+    assert fused.weight is copy.weight
+    assert fused.bias is copy.bias
+    with model.disable_adapter():
+        assert FusedLMHead.from_linear(head).weight is head.original_module.weight
+    lora = adapted(peft, "qwen3", target_modules=["lm_head"]).get_output_embeddings()
+    with pytest.raises(ValueError, match=r"got peft\.tuners\.lora\.layer\.Linear, .*merge"):
+        FusedLMHead.from_linear(lora)

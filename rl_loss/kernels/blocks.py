@@ -18,6 +18,7 @@ from rl_loss.flat_rows import Needs, Upstreams
 from rl_loss.kernels.block_passes import Block, add_stats, pick, put_entries, to_grads
 from rl_loss.kernels.entry_grads import EntryGrads
 from rl_loss.kernels.records import HeadCall, RowOutputs
+from rl_loss.kernels.rows import gathered_logits
 from rl_loss.logits import accumulation_dtype
 
 # Fewer ids a block, and the matrix products lose more than the memory is worth.
@@ -65,6 +66,15 @@ def product_blocks(call: HeadCall, chosen: Tensor, shape: Shape) -> Iterator[Blo
             some = hidden[run]
             raw = _products(some, weight, buffer)
             yield Block(raw, chosen[run], run, ids, some, weight, run.stop == n)
+
+
+def entry_logits(call: HeadCall) -> RowOutputs:
+    """Outputs of which no more is written than the logits of the replayed rows' entries."""
+    out = RowOutputs.new(call.inputs, call.rows, call.scalars)
+    gathered_logits(call, out.support_logprobs)
+    if len(call.rows.wide):
+        _wide_logits(call, out)
+    return out
 
 
 def vocabulary_stats(call: HeadCall, out: RowOutputs) -> Tensor:
@@ -141,7 +151,7 @@ def blocks_to_grads(
 # --- REPLAY rows so wide that a matrix product over V is cheaper than gathering ---
 
 
-def wide_logits(call: HeadCall, out: RowOutputs) -> None:
+def _wide_logits(call: HeadCall, out: RowOutputs) -> None:
     """The logits of their entries."""
     wide = call.rows.wide
     shape = Shape(max(1, call.scalars.workspace // _row_bytes(call, call.dtype)), len(call.weight))

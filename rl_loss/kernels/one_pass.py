@@ -15,7 +15,13 @@ from torch.autograd.function import once_differentiable
 from rl_loss.csr import REPLAY
 from rl_loss.flat_rows import HeadArguments, Needs, Upstreams, host_rows_over_v
 from rl_loss.host import launching_on
-from rl_loss.kernels.blocks import BlockSums, all_ids, product_blocks, take_stats
+from rl_loss.kernels.blocks import (
+    BlockSums,
+    all_ids,
+    entry_logits,
+    product_blocks,
+    take_stats,
+)
 from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
 from rl_loss.kernels.gradient_sums import (
     bias_sums,
@@ -24,7 +30,6 @@ from rl_loss.kernels.gradient_sums import (
     sorted_entries,
     weight_sums,
 )
-from rl_loss.kernels.operators import entry_logits
 from rl_loss.kernels.records import HeadCall, RowOutputs, row_tensors
 from rl_loss.kernels.rows import normalise
 from rl_loss.loss.inputs import LossInputs, LossOutputs

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_loss.flat_rows import HeadArguments, HeadInputs, Needs, Upstreams
 from rl_loss.host import launching_on
-from rl_loss.kernels.blocks import BlockSums, blocks_to_grads, vocabulary_stats, wide_logits
+from rl_loss.kernels.blocks import BlockSums, blocks_to_grads, entry_logits, vocabulary_stats
 from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
 from rl_loss.kernels.gradient_sums import (
     bias_sums,
@@ -24,7 +24,7 @@ from rl_loss.kernels.gradient_sums import (
     weight_sums,
 )
 from rl_loss.kernels.records import HeadCall, HeadScalars, RowOutputs, RowTensors, row_tensors
-from rl_loss.kernels.rows import gathered_logits, normalise
+from rl_loss.kernels.rows import normalise
 
 
 def kernel_head(given: HeadArguments, on: Tensor) -> tuple[Tensor, ...]:
@@ -62,15 +62,6 @@ def head_fwd(call: HeadCall) -> RowOutputs:
     out = entry_logits(call)
     stats = vocabulary_stats(call, out) if len(call.rows.over_v) else None
     normalise(call, out, stats)
-    return out
-
-
-def entry_logits(call: HeadCall) -> RowOutputs:
-    """Outputs of which no more is written than the logits of the replayed rows' entries."""
-    out = RowOutputs.new(call.inputs, call.rows, call.scalars)
-    gathered_logits(call, out.support_logprobs)
-    if len(call.rows.wide):
-        wide_logits(call, out)
     return out
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from rl_loss.arguments import require_tensor
 from rl_loss.csr import first_row
@@ -133,3 +134,7 @@ class LossOutputs:
     metrics: Metrics  # 0-dim means (maxima where the name ends in _max), detached
     metric_counts: Metrics  # 0-dim, over how many rows each was taken
     per_token_loss: Tensor  # [...] as loss_mask, 0 outside it
+
+
+# FSDP2 looks for a module's outputs, which tell it when the backward begins, in what is a tree.
+register_dataclass(LossOutputs)

@@ -230,7 +230,7 @@ def _loss(inputs: Any, rule: Rule, options: LossOptions) -> LossOutputs:
         inputs.trainer_logprobs,
         getattr(inputs, "trainer_support_logprobs", None),
         getattr(inputs, "trainer_tail_logprobs", None),
-        value,
+        value.reshape(inputs.loss_mask.shape),
         slopes,
         entries.layout.rows,
     )
@@ -238,7 +238,7 @@ def _loss(inputs: Any, rule: Rule, options: LossOptions) -> LossOutputs:
         loss=per_token.sum(),
         metrics=metrics,
         metric_counts=counts,
-        per_token_loss=per_token.reshape(inputs.loss_mask.shape),
+        per_token_loss=per_token,
     )
 
 
@@ -280,13 +280,13 @@ class _PerToken(torch.autograd.Function):
         ctx.like = [
             None if t is None else (t.shape, t.dtype) for t in (log_p, support_log_p, tail_log_p)
         ]
-        return value.clone()
+        return value.clone()  # in its shape, for FSDP2 warns of outputs that are views
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
         by_token, by_entry, by_tail, rows = ctx.saved_tensors
-        grads = []
+        upstream, grads = upstream.reshape(-1), []
         for i, slopes in enumerate((by_token, by_entry, by_tail)):
             if slopes is None or ctx.like[i] is None or not ctx.needs_input_grad[i]:
                 grads.append(None)
