@@ -4,8 +4,9 @@ The rooms, from the ground up; each imports from its own line and those above it
 
     arguments host                      checks of what comes in; what the host may look at
     csr plan                            rows, kinds and bounds; how a head is launched
-    packing row_parsing engines         the sampler's evidence: its wire format, its rows, what
-      validation support alignment        engines answer, its rules, `Support`, aligned rows
+    packing row_parsing                 the sampler's evidence: its wire format, its rows, what
+      engine_lists engines                engines list and answer, its rules, `Support`, aligned
+      validation support alignment        rows
     loss/                               the losses, of tensors alone: inputs rows weighting
                                           centering sampler_kl metrics losses
     logits flat_rows                    what a logit is; what a head is given, row by row

@@ -1,259 +1,374 @@
-"""Supports from what vLLM and SGLang return of a request, joined with its log-probabilities.
+"""From what vLLM and SGLang return of a request to the columns of a support.
 
 Nothing is imported from either engine: their objects, and the plain dicts of their JSON, are
 read by attribute or key.
 """
 
 import math
-import operator
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
-from rl_loss.csr import TOLERANCE
-from rl_loss.support import Support
+import torch
+from torch import Tensor
 
-# JSON cannot hold -inf: what vLLM's server writes in its place.
-_JSON_MINUS_INF = -9999.0
+from rl_loss.csr import TOLERANCE, RowKind, first_row, offsets_of, rows_of_entries
+from rl_loss.engine_lists import (
+    INTS,
+    REALS,
+    check_range,
+    content_id,
+    end_to_end,
+    has,
+    is_flat,
+    is_list,
+    lengths,
+    ragged,
+    read,
+    same_length,
+    top_entries,
+    triples,
+    vector,
+)
+from rl_loss.row_parsing import Columns
 
+# From here down a log-probability is unknown. vLLM's server writes -9999 for what it does not
+# know, for NaN and, as JSON has no -inf, for a probability of 0; SGLang clamps -inf to the least
+# float32. Which of these was meant cannot be told, and no id that was kept is so unlikely.
+_UNKNOWN = -9999.0
 
-def _read(source: Any, name: str) -> Any:
-    if isinstance(source, Mapping):
-        return source.get(name)
-    return getattr(source, name, None)
+_SGLANG_TOKENS = ("output_ids", "response_token_ids")  # of generate and of chat
 
-
-def _id_rows(mask: Any, argument: str) -> list[list[int]]:
-    """One list of kept ids a position, from nested lists or from flat ids with offsets."""
-    ids, offsets = _read(mask, "token_ids"), _read(mask, "offsets")
-    if ids is None and isinstance(mask, Sequence) and not isinstance(mask, str):
-        ids = mask
-    if ids is None:
-        raise ValueError(
-            f"{argument} must hold the kept ids of each token, got {type(mask).__name__}: "
-            "was the engine asked for its sampling mask?"
-        )
-    if offsets is None:
-        return [_ids(f"{argument}[{row}]", kept) for row, kept in enumerate(ids)]
-    bounds = _ids(f"{argument}: offsets", offsets)
-    if not bounds or bounds[0] != 0 or bounds[-1] != len(ids) or sorted(bounds) != bounds:
-        raise ValueError(f"{argument}: offsets must rise from 0 to {len(ids)}, got {bounds}")
-    flat = _ids(argument, ids)
-    return [flat[start:stop] for start, stop in pairwise(bounds)]
-
-
-def _ids(name: str, values: Any) -> list[int]:
-    """A row of ids, from a list, tuple, array or tensor."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise ValueError(f"{name} must be a list of ids, got {short(values)}")
-    try:
-        return list(map(operator.index, values))
-    except TypeError as error:
-        at = next(i for i, value in enumerate(values) if not _is_index(value))
-        raise ValueError(f"{name}[{at}] must be an id, got {short(values[at])}") from error
+_ASK = "was the sampling mask asked for (return_sampling_mask)?"
 
 
-def _is_index(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
+class _Kept(NamedTuple):
+    """The kept ids of N tokens, one token after another."""
+
+    ids: Tensor  # [nnz] int64
+    rows: Tensor  # [nnz] int64, the token of each
+    counts: Tensor  # [N] int64
+    flat: bool  # whether they came flat: their log-probabilities may then, too
 
 
-def _float(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be a float, got {short(value)}") from error
+# --- answers ---
 
 
-def _finite(logprob: float, row: int, token: int) -> float:
-    if not _JSON_MINUS_INF < logprob < math.inf:
-        raise ValueError(
-            f"logprobs: kept id {token} of row {row} has log-probability {logprob}: the mask and "
-            "the log-probabilities are not of one request"
-        )
-    return logprob
+def vllm_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> Columns:
+    """See `Support.from_vllm`."""
+    answer = _only(argument, mask)
+    sources = [("logprobs", logprobs)]
+    held = answer
+    if has(answer, "sampling_mask"):
+        held = read(answer, "sampling_mask")
+        sources += [
+            (f"{argument}.sampling_mask.logprobs", read(held, "logprobs")),
+            (f"{argument}.sampling_mask_logprobs", read(answer, "sampling_mask_logprobs")),
+        ]
+    sources.append((f"{argument}.logprobs", read(answer, "logprobs")))
+    kept = _read_kept(argument, held)
+    given = [(name, _rows(name, source, kept)) for name, source in sources]
+    q = _nothing(kept)
+    for name, rows in given:
+        if rows is not None and q.isnan().any():  # the first source that knows an id wins
+            q = torch.where(q.isnan(), _kept_logprobs(name, rows, kept), q)
+    return _replay(kept, q)
 
 
-def _join(kept: list[int], known: Mapping[int, float], row: int) -> tuple[list[int], list[float]]:
-    """The kept ids with the log-probabilities that are known of them, NaN elsewhere."""
-    return kept, [
-        _finite(known[token], row, token) if token in known else math.nan for token in kept
-    ]
-
-
-def _of_dict(name: str, given: Mapping[Any, Any]) -> dict[int, float]:
-    """Log-probabilities by id: of floats, of objects with `logprob`, or of their dicts."""
-    known = {}
-    for token, entry in given.items():
-        has_fields = isinstance(entry, Mapping) or hasattr(entry, "logprob")
-        logprob = _read(entry, "logprob") if has_fields else entry
-        try:
-            known[int(token)] = float(logprob)  # JSON keys are strings
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} must hold a log-probability an id, got {short(logprob)} for {short(token)}"
-            ) from error
-    return known
-
-
-def _in_order(name: str, kept: list[int], given: Any) -> dict[int, float]:
-    """Log-probabilities by id, given in the order of the kept ids."""
-    _same_length(name, given, len(kept))
-    return {
-        token: _float(f"{name}[{at}]", value)
-        for at, (token, value) in enumerate(zip(kept, given, strict=True))
-    }
-
-
-def _same_length(argument: str, rows: Any, n: int) -> None:
-    got = len(rows) if hasattr(rows, "__len__") else repr(rows)
-    if got != n:
-        raise ValueError(f"{argument} must have one entry a token ({n}), got {got}")
-
-
-def _token(name: str, entry: Any) -> int:
-    """The id of SGLang's `(logprob, id, text)`."""
-    try:
-        return operator.index(entry[1])
-    except (TypeError, IndexError, KeyError) as error:
-        raise ValueError(f"{name} must be (logprob, id, text), got {short(entry)}") from error
-
-
-def support_from_vllm(mask: Any, logprobs: Any = None) -> Support:
-    """REPLAY rows from vLLM's sampling mask and the request's processed log-probabilities.
-
-    The engine is started with `return_sampling_mask` and `logprobs_mode="processed_logprobs"`
-    and asked for a finite `top_k` and, say, `logprobs=20`. A row whose kept ids are all among
-    those log-probabilities is complete, and its centering exact; on the others the missing ids
-    are the tail inside the kept set. Raw log-probabilities do not add up to 1 over the kept set:
-    `Support.validate` finds them.
-
-    Args:
-        mask: `CompletionOutput.sampling_mask` (`token_ids`, a list of id lists, or flat ids with
-            `offsets`), its dict, a list of id lists, or a choice of the generate endpoint's JSON
-            (`sampling_mask`, and `sampling_mask_logprobs` where it was asked for).
-        logprobs: `CompletionOutput.logprobs`: per token a dict from id to `Logprob`, its dict or
-            a float; or per token the log-probabilities of the kept ids, in their order. None:
-            the ids alone (or those that the JSON holds).
-
-    Raises:
-        ValueError: no mask, lengths that do not fit, a token without either, a kept id with
-            probability 0.
-
-    Source: vLLM, pull request 49577.
-
-    Example:
-        >>> support_from_vllm([[5, 9]], [{9: -0.6931, 5: -0.6931}]).host.complete.tolist()
-        [True]
-    """
-    nested = _read(mask, "sampling_mask")
-    if nested is not None:
-        logprobs = _read(mask, "sampling_mask_logprobs") if logprobs is None else logprobs
-        mask = nested
-    rows = _id_rows(mask, "mask")
-    if logprobs is None:
-        return Support.from_rows([(ids, None) for ids in rows])
-    _same_length("logprobs", logprobs, len(rows))
-    joined = []
-    for row, ids in enumerate(rows):
-        name, given = f"logprobs[{row}]", logprobs[row]
-        known = _of_dict(name, given) if isinstance(given, Mapping) else _in_order(name, ids, given)
-        joined.append(_join(ids, known, row))
-    return Support.from_rows(joined)
-
-
-def support_from_sglang(mask: Any, logprobs: Any = None) -> Support:
-    """REPLAY rows from SGLang's sampling mask and the log-probabilities of its `meta_info`.
-
-    SGLang's top log-probabilities are over the whole vocabulary, and only the sampled token's is
-    given over the kept set as well. The difference of the two is minus the log of the kept mass:
-    it shifts the top ids onto the kept set. (The engine's log-probabilities must be those of the
-    logits it sampled from, after temperature.)
-
-    Args:
-        mask: `meta_info` of a request with `return_sampling_mask`
-            (`output_token_sampling_mask`), or that list of id lists itself.
-        logprobs: a dict with `output_token_sampling_logprobs` (a float a token, or in its
-            support mode a list a token: then nothing else is needed), `output_token_logprobs`
-            and `output_top_logprobs` (`(logprob, id, text)`); by default those that `mask`
-            holds. Without any, the ids alone.
-
-    Raises:
-        ValueError: no mask, lengths that do not fit, a token that is not scored, a kept id with
-            probability 0, top log-probabilities without what shifts them; what one request
-            cannot hold: a sampled token outside its kept set, or one whose log-probability over
-            the kept set is below that over the vocabulary.
-
-    Source: SGLang, pull requests 27408 and 36630.
-
-    Example:
-        >>> support_from_sglang([[5, 9]], {"output_token_sampling_logprobs": [[-0.7, -0.7]]}).nnz
-        2
-    """
-    logprobs = mask if logprobs is None else logprobs
-    nested = _read(mask, "output_token_sampling_mask")
-    rows = _id_rows(mask if nested is None else nested, "mask")
-    replayed = _read(logprobs, "output_token_sampling_logprobs")
-    sampled = _read(logprobs, "output_token_logprobs")
-    top = _read(logprobs, "output_top_logprobs")
-    if replayed is None:
+def sglang_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> Columns:
+    """See `Support.from_sglang`."""
+    answer = _only(argument, mask)
+    meta, field = _meta(answer), "output_token_sampling_mask"
+    held = read(meta, field) if has(meta, field) else meta
+    kept = _read_kept(argument, held)
+    source = meta if logprobs is None else _meta(logprobs)
+    name = "output_token_sampling_logprobs"
+    given, sampled, top = read(source, name), read(source, "output_token_logprobs"), _top(source)
+    given = read(held, "logprobs") if given is None and kept.flat else given
+    if given is None:
         if top is not None or sampled is not None:
             raise ValueError(
-                "logprobs: output_token_sampling_logprobs is missing: without the sampled "
-                "token's log-probability over the kept set the others cannot be shifted onto it"
+                f"logprobs: {name} is missing: without the sampled token's log-probability over "
+                "the kept set the others cannot be shifted onto it"
             )
-        return Support.from_rows([(ids, None) for ids in rows])
-    _same_length("output_token_sampling_logprobs", replayed, len(rows))
+        return _replay(kept, _nothing(kept))
+    n, nnz = len(kept.counts), len(kept.ids)
+    every = kept.flat and is_list(given) and len(given) == nnz and is_flat(given)
+    if not every:
+        same_length(name, given, n)
+        every = not is_flat(given)
+    scored, tokens, raw = "output_ids", _generated(answer, *_SGLANG_TOKENS), None
     if sampled is not None:
-        _same_length("output_token_logprobs", sampled, len(rows))
-    if len(rows) and isinstance(replayed[0], Sequence):
-        return _of_support_mode(rows, replayed, sampled)
-    if sampled is None:
+        scored = "output_token_logprobs"
+        same_length(scored, sampled, n)
+        ids, values = triples(scored, sampled)
+        tokens, raw = vector(scored, ids, INTS), vector(scored, values, REALS)
+    own = None if tokens is None else _own(scored, tokens, kept)
+    if every:
+        return _replay(kept, _kept_logprobs(name, given, kept))
+    if own is None or (top is not None and raw is None):
         raise ValueError("logprobs: output_token_logprobs is missing: it names the sampled token")
+    over_kept = vector(name, given, REALS)
+    q = _known(name, torch.where(own, over_kept[kept.rows], math.nan), kept)
+    if raw is None:
+        return _replay(kept, q)
+    shift = _shift(name, over_kept, raw)
     if top is not None:
-        _same_length("output_top_logprobs", top, len(rows))
-    joined = []
-    for row, ids in enumerate(rows):
-        over_kept = _float(f"output_token_sampling_logprobs[{row}]", replayed[row])
-        name = f"output_token_logprobs[{row}]"
-        token = _token(name, sampled[row])
-        raw = _float(f"{name}[0]", sampled[row][0])
-        _check_kept(ids, token, row)
-        known = {token: _finite(over_kept, row, token)}
-        shift = over_kept - raw  # minus the log of the kept mass
-        if not -TOLERANCE <= shift < math.inf:
-            raise ValueError(
-                f"output_token_sampling_logprobs[{row}] must be at least the token's "
-                f"log-probability over the vocabulary, {raw:.6f}, got {over_kept:.6f}: the kept "
-                "mass would not be in (0, 1]"
-            )
-        entries = top[row] if top is not None and top[row] is not None else ()
-        for at, entry in enumerate(entries):
-            name = f"output_top_logprobs[{row}][{at}]"
-            known.setdefault(_token(name, entry), _float(f"{name}[0]", entry[0]) + shift)
-        joined.append(_join(ids, known, row))
-    return Support.from_rows(joined)
+        same_length("output_top_logprobs", top, n)
+        others = _looked_up("output_top_logprobs", [row or () for row in top], kept)
+        q = torch.where(own, q, others + shift[kept.rows])
+    return _replay(kept, q)
 
 
-def _of_support_mode(rows: list[list[int]], replayed: Any, sampled: Any) -> Support:
-    """SGLang's log-probabilities of all kept ids, in their order."""
-    joined = []
-    for row, ids in enumerate(rows):
-        if sampled is not None:
-            _check_kept(ids, _token(f"output_token_logprobs[{row}]", sampled[row]), row)
-        known = _in_order(f"output_token_sampling_logprobs[{row}]", ids, replayed[row])
-        joined.append(_join(ids, known, row))
-    return Support.from_rows(joined)
-
-
-def _check_kept(kept: list[int], token: int, row: int) -> None:
-    if token not in kept:
+def top_columns(logprobs: Any, sampled: Any = None, argument: str = "logprobs") -> Columns:
+    """See `Support.from_top_logprobs`."""
+    rows = logprobs
+    if not is_list(rows):
+        answer = _only(argument, logprobs)
+        meta = _meta(answer)
+        for held in (read(answer, "sampling_mask"), read(meta, "output_token_sampling_mask")):
+            if held is not None:
+                raise ValueError(
+                    f"{argument} holds a sampling mask: its request was truncated, and its rows "
+                    "are REPLAY (from_vllm, from_sglang)"
+                )
+        sampled = read(meta, "output_token_logprobs") if sampled is None else sampled
+        rows = _top(meta)
+        rows = read(answer, "logprobs") if rows is None else rows
+        rows = _content(argument, answer if rows is None and has(answer, "content") else rows)
+    if not is_list(rows):
         raise ValueError(
-            f"output_token_logprobs[{row}] must be of a kept id, got token {token}, which the "
-            f"mask's row ({len(kept)} ids) does not hold"
+            f"{argument} must hold top log-probabilities of each token, got "
+            f"{type(logprobs).__name__}: were they asked for (vLLM: logprobs, SGLang: "
+            "top_logprobs_num)?"
         )
+    entries = top_entries(argument, rows)
+    if sampled is not None:
+        same_length("sampled", sampled, len(entries))
+        for known, token, logprob in zip(entries, *triples("sampled", sampled), strict=True):
+            known.setdefault(token, logprob)
+    ids, of_row, q = end_to_end(argument, entries)
+    bad = ~((q > _UNKNOWN) & (q < math.inf))
+    if bad.any():
+        at = first_row(bad)
+        raise ValueError(
+            f"{argument}[{int(of_row[at])}]: id {int(ids[at])} has log-probability "
+            f"{float(q[at])}: of the top ids of an untruncated request none is impossible or "
+            "unknown"
+        )
+    return _columns(ids, q, lengths(entries), RowKind.HEAD)
+
+
+def answer_columns(answer: Any, kind: Any) -> tuple[Columns, Tensor]:
+    """The columns of a whole answer, and its sampled tokens `[N]`; see `Support.read_answer`."""
+    name, answer = "answer", _only("answer", answer)
+    meta = _meta(answer)
+    scored = read(meta, "output_token_logprobs")
+    sglang = meta is not answer or scored is not None or has(meta, "output_token_sampling_mask")
+    if kind == RowKind.HEAD:
+        columns = top_columns(answer, argument=name)
+    elif kind == RowKind.REPLAY:
+        columns = (sglang_columns if sglang else vllm_columns)(answer, argument=name)
+    else:
+        raise ValueError(f"kind must be REPLAY or HEAD, got {short(kind)}")
+    tokens = _generated(answer, *(_SGLANG_TOKENS if sglang else ("token_ids",)))
+    if scored is not None:
+        tokens = vector(name, triples("output_token_logprobs", scored)[0], INTS)
+    if tokens is None:  # chat answers of vLLM's server name them in their log-probabilities alone
+        rows = _content(name, read(answer, "logprobs")) or ()
+        tokens = vector(name, [content_id(name, row) for row in rows], INTS)
+    return columns, tokens
+
+
+def label_logprobs(columns: Columns, labels: Tensor) -> Tensor:
+    """`[N]` float32: the log-probability that each row holds of its label."""
+    ids, logprobs, known, counts, _ = columns
+    same_length("answer: the sampled tokens", labels, len(counts))
+    rows = rows_of_entries(offsets_of(counts), len(ids))
+    own = ids == labels[rows]
+    found = torch.full(counts.shape, math.nan, dtype=torch.float32)
+    found[rows[own & known]] = logprobs[own & known]
+    missing = found.isnan()
+    if missing.any():
+        row = first_row(missing)
+        why = "has no known log-probability: were log-probabilities asked for?"
+        if not (own & (rows == row)).any():
+            why = f"is not among the {int(counts[row])} ids of its row"
+        raise ValueError(f"answer: token {int(labels[row])} of row {row} {why}")
+    return found
+
+
+# --- where things stand in an answer ---
+
+
+def _only(argument: str, answer: Any) -> Any:
+    """The one output of a request, or what is an output itself."""
+    for name in ("outputs", "choices"):
+        outputs = read(answer, name)
+        if is_list(outputs):
+            if len(outputs) != 1:
+                raise ValueError(f"{argument} must be one output, got {len(outputs)} {name}")
+            return outputs[0]
+    return answer
+
+
+def _meta(answer: Any) -> Any:
+    """SGLang's `meta_info`, where the answer is around it."""
+    meta = read(answer, "meta_info")
+    return answer if meta is None else meta
+
+
+def _top(meta: Any) -> Any:
+    """SGLang's top log-probabilities."""
+    if read(meta, "output_top_logprobs_shape") is not None:
+        raise ValueError(
+            "output_top_logprobs must be lists of (logprob, id, text), got them flat: ask without "
+            "return_flat_raw_output_top_logprobs"
+        )
+    return read(meta, "output_top_logprobs")
+
+
+def _generated(answer: Any, *names: str) -> Tensor | None:
+    """The sampled tokens, where the answer lists them under one of the names."""
+    for name in names:
+        tokens = read(answer, name)
+        if tokens is not None:
+            return vector(name, tokens, INTS)
+    return None
+
+
+def _content(name: str, given: Any) -> Any:
+    """The rows of log-probabilities, out of the `content` of a server's JSON."""
+    if given is None or is_list(given):
+        return given
+    rows = read(given, "content")
+    fields = given.items() if isinstance(given, Mapping) else ()
+    others = [key for key, value in fields if key != "content" and value is not None]
+    if rows is None and (others or not has(given, "content")):
+        raise ValueError(
+            f"{name} must be a row a token, or hold them as content, got {others or short(given)}"
+        )
+    return rows
+
+
+def _rows(name: str, given: Any, kept: _Kept) -> Any:
+    """Log-probabilities for N tokens, a row each, or flat where the kept ids are."""
+    rows = _content(name, given)
+    if rows is not None:
+        flat = kept.flat and is_list(rows) and is_flat(rows)
+        n, what = (len(kept.ids), "kept id") if flat else (len(kept.counts), "token")
+        same_length(name, rows, n, what)
+    return rows
+
+
+# --- kept ids and what is known of them ---
+
+
+def _read_kept(argument: str, mask: Any) -> _Kept:
+    """From a list of ids a token, or from flat ids with `offsets` or `lengths`."""
+    ids, offsets, widths = (read(mask, name) for name in ("token_ids", "offsets", "lengths"))
+    ids = mask if ids is None and is_list(mask) else ids
+    flat = offsets is not None or widths is not None
+    if not is_list(ids) or (not flat and len(ids) and is_flat(ids)):
+        got = "one id of each" if is_list(ids) else type(mask).__name__
+        raise ValueError(f"{argument} must hold the kept ids of each token, got {got}: {_ASK}")
+    if not flat:
+        ids, counts = ragged(argument, ids, INTS)
+    elif widths is not None:
+        ids, counts = vector(argument, ids, INTS), vector(f"{argument}: lengths", widths, INTS)
+        if (counts < 0).any() or int(counts.sum()) != len(ids):
+            raise ValueError(
+                f"{argument}: lengths must add up to {len(ids)}, got {short(counts.tolist())}"
+            )
+    else:
+        ids, bounds = vector(argument, ids, INTS), vector(f"{argument}: offsets", offsets, INTS)
+        counts = bounds.diff()
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(ids) or (counts < 0).any():
+            raise ValueError(
+                f"{argument}: offsets must rise from 0 to {len(ids)}, got {short(bounds.tolist())}"
+            )
+    rows = rows_of_entries(offsets_of(counts), len(ids))
+    check_range(argument, ids, rows)
+    return _Kept(ids, rows, counts, flat)
+
+
+def _kept_logprobs(name: str, rows: Any, kept: _Kept) -> Tensor:
+    """`[nnz]` float64, NaN where unknown."""
+    if kept.flat and is_flat(rows):
+        return _known(name, vector(name, rows, REALS), kept)
+    if any(isinstance(row, Mapping) or hasattr(row, "logprob") for row in rows):
+        return _looked_up(name, rows, kept)
+    q, counts = ragged(name, rows, REALS)
+    unequal = counts != kept.counts
+    if unequal.any():
+        row = first_row(unequal)
+        raise ValueError(
+            f"{name}[{row}] must have one entry a kept id ({int(kept.counts[row])}), "
+            f"got {int(counts[row])}"
+        )
+    return _known(name, q, kept)
+
+
+def _looked_up(name: str, rows: Iterable[Any], kept: _Kept) -> Tensor:
+    """`[nnz]` float64: what top log-probabilities say of the kept ids, NaN elsewhere."""
+    ids, of_row, logprobs = end_to_end(name, top_entries(name, rows))
+    if not len(ids):
+        return _nothing(kept)
+    keys, order = (of_row << 32 | ids).sort()
+    wanted = kept.rows << 32 | kept.ids
+    at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return _known(name, torch.where(keys[at] == wanted, logprobs[order][at], math.nan), kept)
+
+
+def _known(name: str, q: Tensor, kept: _Kept) -> Tensor:
+    """The log-probabilities of the kept ids, NaN where unknown; none may be infinite."""
+    infinite = q.isinf()
+    if infinite.any():
+        at = first_row(infinite)
+        raise ValueError(
+            f"{name}: kept id {int(kept.ids[at])} of row {int(kept.rows[at])} has log-probability "
+            f"{float(q[at])}: the mask and the log-probabilities are not of one request"
+        )
+    return q.masked_fill(q <= _UNKNOWN, math.nan)
+
+
+def _shift(name: str, over_kept: Tensor, raw: Tensor) -> Tensor:
+    """`[N]` float64: minus the log of the mass that SGLang's sampler kept of each token."""
+    shift = over_kept - raw
+    bad = ~((shift >= -TOLERANCE) & (shift < math.inf))
+    if bad.any():
+        row = first_row(bad)
+        raise ValueError(
+            f"{name}[{row}] must be at least the token's log-probability over the vocabulary, "
+            f"{float(raw[row]):.6f}, got {float(over_kept[row]):.6f}: the kept mass would not be "
+            "in (0, 1]"
+        )
+    return shift
+
+
+def _own(name: str, tokens: Tensor, kept: _Kept) -> Tensor:
+    """`[nnz]` bool: the sampled token's entry, which each of SGLang's rows must hold."""
+    same_length(name, tokens, len(kept.counts))
+    own = kept.ids == tokens[kept.rows]
+    held = torch.zeros(len(tokens), dtype=torch.bool)
+    held[kept.rows[own]] = True
+    if not held.all():
+        row = first_row(~held)
+        raise ValueError(
+            f"{name}[{row}] must be of a kept id, got token {int(tokens[row])}, "
+            f"which the mask's row ({int(kept.counts[row])} ids) does not hold"
+        )
+    return own
+
+
+def _nothing(kept: _Kept) -> Tensor:
+    return torch.full(kept.ids.shape, math.nan, dtype=torch.float64)
+
+
+def _replay(kept: _Kept, q: Tensor) -> Columns:
+    return _columns(kept.ids, q, kept.counts, RowKind.REPLAY)
+
+
+def _columns(ids: Tensor, q: Tensor, counts: Tensor, kind: RowKind) -> Columns:
+    kinds = torch.full(counts.shape, int(kind), dtype=torch.int8)
+    return Columns(ids.to(torch.int32), q.to(torch.float32), ~q.isnan(), counts, kinds)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from rl_loss.csr import (
     offsets_of,
     rows_of_entries,
     selected_entries,
+)
+from rl_loss.engines import (
+    answer_columns,
+    label_logprobs,
+    sglang_columns,
+    top_columns,
+    vllm_columns,
 )
 from rl_loss.packing import pack_entries
 from rl_loss.plan import HeadPlan, head_plan, widest_gathered
@@ -239,17 +246,118 @@ class Support:
 
     @classmethod
     def from_vllm(cls, mask: Any, logprobs: Any = None) -> "Support":
-        """REPLAY rows from vLLM's sampling mask; see `rl_loss.engines`."""
-        from rl_loss.engines import support_from_vllm
+        """REPLAY rows from vLLM's sampling mask and the request's processed log-probabilities.
 
-        return support_from_vllm(mask, logprobs)
+        A row whose kept ids all have a log-probability is complete, and its centering exact; on
+        the others the missing ids are the tail inside the kept set. Log-probabilities are taken
+        from `logprobs`, the mask's own, `sampling_mask_logprobs` and the answer's `logprobs`, the
+        first that knows an id; what none of them says of it, and -9999 or less, is unknown.
+
+        Args:
+            mask: a `CompletionOutput`, a choice of the generate endpoint's JSON, or a request of
+                one of them; or its `sampling_mask` alone: a list of ids a token, lists or arrays,
+                or flat ids with `offsets` (`token_ids`, with `logprobs` or without).
+            logprobs: per token a dict from id to `Logprob`, its dict or a float, an entry of
+                `logprobs.content`, or the log-probabilities of the kept ids in their order, flat
+                where the kept ids are.
+
+        Raises:
+            ValueError: no mask, lengths that do not fit, a token named by its text, a kept id
+                with probability 0 (-inf).
+
+        Source: vLLM, pull request 49577; docs/sampler.md says what to ask the engine for.
+
+        Example:
+            >>> mask = {"token_ids": [[5, 9], [4]], "logprobs": [[-0.7, -0.7], [0.0]]}
+            >>> Support.from_vllm(mask).host.complete.tolist()
+            [True, True]
+        """
+        return cls._build(vllm_columns(mask, logprobs), None)
 
     @classmethod
     def from_sglang(cls, mask: Any, logprobs: Any = None) -> "Support":
-        """REPLAY rows from SGLang's sampling mask; see `rl_loss.engines`."""
-        from rl_loss.engines import support_from_sglang
+        """REPLAY rows from SGLang's sampling mask and the log-probabilities of its `meta_info`.
 
-        return support_from_sglang(mask, logprobs)
+        SGLang's top log-probabilities are over the whole vocabulary, and only the sampled token's
+        is given over the kept set as well. The difference of the two is minus the log of the kept
+        mass: it shifts the top ids onto the kept set. (They must be those of the logits sampled
+        from, after temperature: SGLang's default.) In its support mode nothing else is needed.
+
+        Args:
+            mask: a response or its `meta_info`, of a request with `return_sampling_mask`; or the
+                `output_token_sampling_mask` alone, a list of ids a token, lists or arrays; or the
+                engine's own chunk (flat `token_ids` with `lengths`).
+            logprobs: what holds `output_token_sampling_logprobs` (a float a token, or in support
+                mode the log-probabilities of its kept ids), `output_token_logprobs` and
+                `output_top_logprobs` (`(logprob, id, text)`); by default the `mask`. Without any,
+                the ids alone.
+
+        Raises:
+            ValueError: no mask, lengths that do not fit, a token that is not scored, a kept id
+                with probability 0, top log-probabilities without what shifts them; what one
+                request cannot hold: a sampled token outside its kept set, or one whose
+                log-probability over the kept set is below that over the vocabulary.
+
+        Source: SGLang, pull requests 27408 and 36630.
+
+        Example:
+            >>> Support.from_sglang(
+            ...     [[5, 9]], {"output_token_sampling_logprobs": [[-0.7, -0.7]]}
+            ... ).nnz
+            2
+        """
+        return cls._build(sglang_columns(mask, logprobs), None)
+
+    @classmethod
+    def from_top_logprobs(cls, logprobs: Any, sampled: Any = None) -> "Support":
+        """HEAD rows from an engine's top log-probabilities, of an untruncated request alone.
+
+        No top_p, top_k or min_p may be set, for the trainer normalises over the vocabulary; a
+        temperature may, if the log-probabilities are after it (vLLM: processed ones). The tail
+        mass is `max(0, 1 - sum of q)`.
+
+        Args:
+            logprobs: vLLM's, per token a dict from id to `Logprob`, its dict or a float, or an
+                entry of `logprobs.content`; SGLang's `output_top_logprobs`, per token a list of
+                `(logprob, id, text)`; or the answer that holds either.
+            sampled: per token `(logprob, id)` of the sampled token, added where it is not among
+                the top; by default SGLang's `output_token_logprobs`. vLLM's lists hold it.
+
+        Raises:
+            ValueError: an answer with a sampling mask or without log-probabilities, lengths that
+                do not fit, a token named by its text, an id with probability 0 or unknown.
+
+        Example:
+            >>> top = [{5: -0.7, 9: -1.2}, {4: -0.1}]
+            >>> Support.from_top_logprobs(top).sampler_tail_mass
+            tensor([0.2022, 0.0952])
+        """
+        return cls._build(top_columns(logprobs, sampled), None)
+
+    @classmethod
+    def read_answer(cls, answer: Any, kind: int = RowKind.REPLAY) -> "AnswerRows":
+        """The rows of a whole answer of vLLM or SGLang, with its sampled tokens and their log q.
+
+        Args:
+            answer: vLLM's `CompletionOutput` or a choice of its JSON; SGLang's response, its
+                `meta_info`, or a choice with one.
+            kind: REPLAY for a request with a sampling mask (`from_vllm`, `from_sglang`), HEAD for
+                an untruncated one (`from_top_logprobs`).
+
+        Returns:
+            The support; the sampled tokens' log-probabilities as it holds them, `[N]` float32;
+            their ids, `[N]` int64.
+
+        Raises:
+            ValueError: as those, and for a sampled token whose log-probability is not known.
+
+        Example:
+            >>> mask = {"token_ids": [[5, 9]], "logprobs": [[-0.2, -1.7]]}
+            >>> Support.read_answer({"token_ids": [9], "sampling_mask": mask}).inference_logprobs
+            tensor([-1.7000])
+        """
+        columns, tokens = answer_columns(answer, kind)
+        return AnswerRows(cls._build(columns, None), label_logprobs(columns, tokens), tokens)
 
     @classmethod
     def _build(cls, columns: Columns, tail_mass: Any) -> "Support":
@@ -470,6 +578,14 @@ class Support:
         plan = head_plan(self.host, self.device, vocab_size)
         self.__dict__["_plan_for"] = vocab_size, plan
         return plan
+
+
+class AnswerRows(NamedTuple):
+    """What an engine's answer says of its N sampled tokens."""
+
+    support: Support
+    inference_logprobs: Tensor  # [N] float32, log q of the sampled token
+    token_ids: Tensor  # [N] int64, the sampled tokens
 
 
 def _complete(known: Tensor, offsets: Tensor) -> Tensor:

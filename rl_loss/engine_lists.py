@@ -1,0 +1,220 @@
+"""What engines list, as tensors: numbers, rows of numbers, and top log-probabilities.
+
+Numbers in lists and arrays become tensors at once; only top log-probabilities, which come as
+objects or as dicts of JSON, are read one by one.
+"""
+
+import operator
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from numbers import Real
+from reprlib import repr as short
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_loss.arguments import is_integral, numbers, refuse_half
+from rl_loss.csr import first_row, offsets_of, rows_of_entries
+
+
+class Numbers(NamedTuple):
+    """A sort of numbers: what `array` and torch call it, and what errors do."""
+
+    code: str
+    dtype: torch.dtype
+    one: str
+    several: str
+
+
+INTS = Numbers("q", torch.int64, "an int", "ids")
+REALS = Numbers("d", torch.float64, "a float", "floats")
+
+_NO_NUMBER = (TypeError, ValueError, OverflowError, RuntimeError)
+_NO_TRIPLE = (*_NO_NUMBER, IndexError, KeyError)
+
+
+def read(source: Any, name: str) -> Any:
+    """A field of an object or a dict, None where it has none."""
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
+def has(source: Any, name: str) -> bool:
+    """Whether an object or a dict has the field, be it None."""
+    return name in source if isinstance(source, Mapping) else hasattr(source, name)
+
+
+# --- lists ---
+
+
+def is_list(value: Any) -> bool:
+    """Whether it is a list of any sort: a tuple, an array, a tensor, vLLM's `FlatLogprobs`."""
+    if isinstance(value, (str, bytes, bytearray, Mapping)) or getattr(value, "ndim", 1) == 0:
+        return False
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
+def is_flat(values: Any) -> bool:
+    """Whether a list holds numbers, not rows of any sort."""
+    first = next((value for value in values if value is not None), 0)
+    return isinstance(first, Real) or getattr(first, "ndim", None) == 0
+
+
+def same_length(name: str, values: Any, n: int, what: str = "token") -> None:
+    """Refuses what is no list of n."""
+    got = len(values) if is_list(values) else short(values)
+    if got != n:
+        raise ValueError(f"{name} must have one entry a {what} ({n}), got {got}")
+
+
+def vector(name: str, values: Any, sort: Numbers) -> Tensor:
+    """A list, an array or a tensor of numbers as int64 or float64 on the host."""
+    if not is_list(values):
+        raise ValueError(f"{name} must be a list of {sort.several}, got {short(values)}")
+    if not hasattr(values, "dtype") or values.dtype == object:
+        try:
+            return _tensor(array(sort.code, values))
+        except _NO_NUMBER as error:
+            raise _no_number(name, values, sort) from error
+    if not getattr(getattr(values, "flags", None), "writeable", True):
+        values = values.copy()  # torch warns of an array that it may not write to
+    tensor = numbers(name, values).detach().cpu()
+    real = sort.dtype.is_floating_point
+    if tensor.dim() != 1 or not (tensor.is_floating_point() if real else is_integral(tensor)):
+        raise ValueError(
+            f"{name} must be a list of {sort.several}, got {tensor.dtype} {list(tensor.shape)}"
+        )
+    return refuse_half(name, tensor).to(sort.dtype)
+
+
+def ragged(name: str, rows: Iterable[Any], sort: Numbers) -> tuple[Tensor, Tensor]:
+    """Rows of numbers one after another, and how many each has, `[N]` int64."""
+    if all(isinstance(row, (list, tuple)) for row in rows):
+        flat = array(sort.code)
+        for row, values in enumerate(rows):
+            try:
+                flat.fromlist(list(values))
+            except _NO_NUMBER as error:
+                raise _no_number(f"{name}[{row}]", values, sort) from error
+        return _tensor(flat), lengths(rows)
+    parts = [vector(f"{name}[{row}]", values, sort) for row, values in enumerate(rows)]
+    return torch.cat(parts), lengths(parts)
+
+
+def lengths(rows: Iterable[Any]) -> Tensor:
+    """How many each row has, `[N]` int64."""
+    return _tensor(array(INTS.code, map(len, rows)))
+
+
+def check_range(name: str, ids: Tensor, rows: Tensor) -> None:
+    """Refuses int64 ids that no int32 holds, naming their row."""
+    bad = (ids < 0) | (ids >= 2**31)
+    if bad.any():
+        at = first_row(bad)
+        raise ValueError(f"{name}[{int(rows[at])}]: ids must be in [0, 2**31), got {int(ids[at])}")
+
+
+def _tensor(flat: array) -> Tensor:
+    dtype = INTS.dtype if flat.typecode == INTS.code else REALS.dtype
+    return torch.frombuffer(flat, dtype=dtype) if len(flat) else torch.empty(0, dtype=dtype)
+
+
+def _no_number(name: str, values: Iterable[Any], sort: Numbers) -> ValueError:
+    for at, value in enumerate(values):
+        try:
+            array(sort.code, [value])
+        except _NO_NUMBER:
+            return ValueError(f"{name}[{at}] must be {sort.one}, got {short(value)}")
+    raise AssertionError("every value is a number")
+
+
+# --- top log-probabilities ---
+
+
+def top_entries(name: str, rows: Iterable[Any]) -> list[dict[int, float]]:
+    """Each token's top log-probabilities by id."""
+    return [_entries(f"{name}[{row}]", given) for row, given in enumerate(rows)]
+
+
+def end_to_end(name: str, entries: Sequence[dict[int, float]]) -> tuple[Tensor, Tensor, Tensor]:
+    """The ids of each row, the row of each id, its log-probability, `[K]` each."""
+    ids = vector(name, list(chain.from_iterable(entries)), INTS)
+    logprobs = vector(name, list(chain.from_iterable(map(dict.values, entries))), REALS)
+    rows = rows_of_entries(offsets_of(lengths(entries)), len(ids))
+    check_range(name, ids, rows)
+    return ids, rows, logprobs
+
+
+def triples(name: str, given: Any) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities of SGLang's `(logprob, id, text)`."""
+    try:
+        return [operator.index(one[1]) for one in given], [float(one[0]) for one in given]
+    except _NO_TRIPLE as error:
+        raise _no_triple(name, given) from error
+
+
+def content_id(name: str, entry: Any) -> int:
+    """The id of an entry of a server's `logprobs.content`: its `token_id`, or its `token` where
+    that is one (`token_id:5`)."""
+    token = read(entry, "token_id")
+    token = read(entry, "token") if token is None else token
+    try:
+        if isinstance(token, str) and not token.startswith("token_id:"):
+            raise ValueError("a text")  # also where it is a digit
+        return _id(token)
+    except _NO_NUMBER as error:
+        raise ValueError(
+            f"{name} must name its tokens by id, got {short(token)}: ask the server for "
+            "return_tokens_as_token_ids"
+        ) from error
+
+
+def _entries(name: str, given: Any) -> dict[int, float]:
+    """vLLM's dict from id to `Logprob`, its dict or a float; an entry of a server's `content`;
+    SGLang's list of `(logprob, id, text)`."""
+    if has(given, "logprob"):
+        top = (*(read(given, "top_logprobs") or ()), given)
+        return {content_id(name, one): _logprob(name, read(one, "logprob")) for one in top}
+    if is_list(given):
+        return dict(zip(*triples(name, given), strict=True))
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name} must hold log-probabilities by id, got {short(given)}")
+    known = {}
+    for token, entry in given.items():
+        fields = isinstance(entry, Mapping) or hasattr(entry, "logprob")
+        logprob = read(entry, "logprob") if fields else entry
+        try:
+            known[token if type(token) is int else _id(token)] = float(logprob)
+        except _NO_NUMBER as error:
+            raise ValueError(
+                f"{name} must hold a log-probability an id, got {short(logprob)} for {short(token)}"
+            ) from error
+    return known
+
+
+def _id(token: Any) -> int:
+    """An id, or the string that JSON makes of it."""
+    return int(token.removeprefix("token_id:")) if isinstance(token, str) else operator.index(token)
+
+
+def _logprob(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except _NO_NUMBER as error:
+        raise ValueError(f"{name}: logprob must be a float, got {short(value)}") from error
+
+
+def _no_triple(name: str, given: Any) -> ValueError:
+    if not is_list(given):
+        return ValueError(f"{name} must be a list of (logprob, id, text), got {short(given)}")
+    for at, one in enumerate(given):
+        try:
+            operator.index(one[1])
+        except _NO_TRIPLE:
+            return ValueError(f"{name}[{at}] must be (logprob, id, text), got {short(one)}")
+        try:
+            float(one[0])
+        except _NO_NUMBER:
+            return ValueError(f"{name}[{at}][0] must be a float, got {short(one[0])}")
+    raise AssertionError("every entry is well-formed")

@@ -1,0 +1,197 @@
+"""Numbers and top log-probabilities in whatever list an engine has them."""
+
+import math
+import warnings
+from array import array
+from collections import UserList
+
+import numpy
+import pytest
+import torch
+
+from rl_loss.engine_lists import (
+    INTS,
+    REALS,
+    content_id,
+    end_to_end,
+    is_flat,
+    is_list,
+    lengths,
+    ragged,
+    same_length,
+    top_entries,
+    triples,
+    vector,
+)
+
+VALUES = [7, 0, 2**23]
+
+
+@pytest.mark.parametrize("sort", [INTS, REALS])
+@pytest.mark.parametrize(
+    "of",
+    [
+        list,
+        tuple,
+        UserList,
+        numpy.array,
+        torch.tensor,
+        lambda values: numpy.array([*values, None], dtype=object)[:-1],
+        lambda values: [*map(numpy.int64, values)],
+        lambda values: [*map(torch.tensor, values)],
+        lambda values: numpy.array(values)[::-1][::-1],
+    ],
+)
+def test_a_vector_of_any_list(of, sort):
+    given = of(VALUES)
+    if sort is REALS and hasattr(given, "dtype") and given.dtype != object:
+        given = given * 1.0
+    got = vector("x", given, sort)
+    assert got.dtype == sort.dtype
+    assert got.tolist() == VALUES
+
+
+def test_a_vector_of_what_array_holds_and_of_narrow_arrays():
+    assert vector("x", array("q", VALUES), INTS).tolist() == VALUES
+    for dtype in (numpy.uint8, numpy.int16, numpy.uint32):
+        assert vector("x", numpy.array([7, 200], dtype), INTS).tolist() == [7, 200]
+    half = math.log(0.3)
+    assert vector("x", numpy.array([half], numpy.float32), REALS).item() == numpy.float32(half)
+    assert vector("x", [half, 0, -math.inf], REALS).tolist() == [half, 0, -math.inf]
+
+
+def test_a_vector_is_the_hosts_and_its_own():
+    """It has no gradient, and an array that may not be written to warns of nothing."""
+    source = torch.tensor([0.5], requires_grad=True)
+    assert not vector("x", source, REALS).requires_grad
+    frozen = numpy.array([1, 2])
+    frozen.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert vector("x", frozen, INTS).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("empty", [[], (), numpy.zeros(0), torch.zeros(0)])
+def test_nothing_is_a_vector_of_reals(empty):
+    assert vector("x", empty, REALS).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("values", "sort", "message"),
+    [
+        (None, INTS, "x must be a list of ids, got None"),
+        ("12", INTS, "x must be a list of ids, got '12'"),
+        (b"12", INTS, "x must be a list of ids, got b'12'"),
+        (bytearray(8), INTS, "x must be a list of ids, got bytearray"),
+        ({1: 2}, REALS, "x must be a list of floats, got {1: 2}"),
+        (torch.tensor(1), INTS, r"x must be a list of ids, got tensor\(1\)"),
+        ([1, 2.0], INTS, r"x\[1\] must be an int, got 2.0"),
+        ([1, None], REALS, r"x\[1\] must be a float, got None"),
+        ([0.5, "1"], REALS, r"x\[1\] must be a float, got '1'"),
+        ([0.5, torch.zeros(2)], REALS, r"x\[1\] must be a float, got tensor"),
+        ([2**63], INTS, r"x\[0\] must be an int, got 9223372036854775808"),
+        (numpy.zeros(2), INTS, r"x must be a list of ids, got torch.float64 \[2\]"),
+        (torch.tensor([True]), INTS, r"x must be a list of ids, got torch.bool \[1\]"),
+        (numpy.zeros((2, 1), int), INTS, r"x must be a list of ids, got torch.int64 \[2, 1\]"),
+        (torch.zeros(1, dtype=torch.int64), REALS, r"x must be a list of floats, got torch.int64"),
+        (torch.zeros(1, dtype=torch.float16), REALS, "x must be in float32 or float64, got"),
+    ],
+)
+def test_what_is_no_vector_is_named(values, sort, message):
+    with pytest.raises(ValueError, match=message):
+        vector("x", values, sort)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[3, 1], [], [2]],
+        ((3, 1), (), (2,)),
+        [[3, 1], (), numpy.array([2])],
+        [torch.tensor([3, 1]), numpy.zeros(0, int), [2]],
+        numpy.array([[3, 1], [], [2]], dtype=object),
+    ],
+)
+def test_ragged_rows_of_any_lists(rows):
+    values, counts = ragged("x", rows, INTS)
+    assert values.tolist() == [3, 1, 2]
+    assert counts.tolist() == lengths(rows).tolist() == [2, 0, 1]
+    assert counts.dtype == torch.int64
+
+
+def test_no_rows_and_rows_of_a_matrix():
+    for rows in ([], (), [[]], numpy.zeros((0, 3))):
+        values, counts = ragged("x", rows, REALS)
+        assert (values.shape, len(counts)) == ((0,), len(rows))
+    assert ragged("x", numpy.eye(2), REALS)[0].tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1], [2, None]], r"x\[1\]\[1\] must be an int, got None"),
+        ([numpy.array([1]), [2, None]], r"x\[1\]\[1\] must be an int, got None"),
+        ([[1], None], r"x\[1\] must be a list of ids, got None"),
+    ],
+)
+def test_a_row_that_is_none_is_named(rows, message):
+    with pytest.raises(ValueError, match=message):
+        ragged("x", rows, INTS)
+
+
+def test_lists_numbers_and_rows_are_told_apart():
+    for value in ([], (), numpy.zeros(1), torch.zeros(1), UserList(), array("q")):
+        assert is_list(value)
+    for value in (None, "a", b"a", {}, 1, numpy.float32(1), torch.tensor(1), iter([]), {1}):
+        assert not is_list(value)
+    for values in ([], [1], [None, 0.5], numpy.zeros(2), torch.zeros(2), [torch.tensor(1)]):
+        assert is_flat(values)
+    for values in ([[1]], [None, ()], numpy.zeros((2, 1)), [torch.zeros(1)], [{}], ["a"]):
+        assert not is_flat(values)
+
+
+def test_a_length_is_asked_of_lists_alone():
+    same_length("x", numpy.zeros(2), 2)
+    for values, got in (([1], "1"), (None, "None"), (2, "2"), ({1: 1, 2: 2}, "{1: 1, 2: 2}")):
+        with pytest.raises(ValueError, match=rf"x must have one entry a row \(3\), got {got}"):
+            same_length("x", values, 3, "row")
+
+
+def test_top_entries_end_to_end():
+    rows = [
+        {5: -1, "7": numpy.float32(-0.5), "token_id:9": {"logprob": -2.0}},
+        {"token_id": 3, "logprob": -1.5, "top_logprobs": [{"token": "token_id:4", "logprob": -1}]},
+        {},
+        [(-0.25, 6, None), [-4.0, numpy.int32(2)]],
+    ]
+    entries = top_entries("x", rows)
+    assert entries == [{5: -1, 7: -0.5, 9: -2}, {3: -1.5, 4: -1}, {}, {6: -0.25, 2: -4}]
+    ids, of_row, logprobs = end_to_end("x", entries)
+    assert of_row.tolist() == [0, 0, 0, 1, 1, 3, 3]
+    assert [{int(i): float(q)} for i, q in zip(ids, logprobs, strict=True)] == [
+        {token: q} for row in entries for token, q in row.items()
+    ]
+
+
+def test_an_entry_of_content_is_known_by_its_id_alone():
+    assert content_id("x", {"token_id": 5, "token": "the"}) == 5
+    assert content_id("x", {"token": "token_id:12"}) == 12
+    for entry in ({"token": "12"}, {"token": " token_id:1"}, {"token": "token_id:"}, {}):
+        with pytest.raises(
+            ValueError, match=r"x must name its tokens by id, got .*: ask the server"
+        ):
+            content_id("x", entry)
+
+
+def test_triples_name_what_is_missing():
+    assert triples("x", [(-0.5, 3, "a"), [0, 4]]) == ([3, 4], [-0.5, 0])
+    for given, message in [
+        (None, r"x must be a list of \(logprob, id, text\), got None"),
+        ([(0.0, 1), 5], r"x\[1\] must be \(logprob, id, text\), got 5"),
+        ([(0.0,)], r"x\[0\] must be \(logprob, id, text\), got \(0.0,\)"),
+        ([{"logprob": 0.0}], r"x\[0\] must be \(logprob, id, text\), got {"),
+        ([(0.0, "1")], r"x\[0\] must be \(logprob, id, text\), got"),
+        ([(None, 1)], r"x\[0\]\[0\] must be a float, got None"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            triples("x", given)
