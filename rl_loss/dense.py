@@ -110,7 +110,7 @@ def dense_bwd(
         if d_bias is not None:
             d_bias += dz.sum(0)
         if d_hidden is not None:
-            d_hidden[some] += _product(dz, inputs.weight)
+            d_hidden[some] += _times_weight(dz, inputs.weight)
         if d_weight is not None:
             d_weight.addmm_(dz.T, inputs.hidden[some].to(dz.dtype))
 
@@ -127,7 +127,7 @@ def _chunks(place: Tensor, n: int, vocab_size: int) -> Iterator[tuple[slice, sli
 # --- products with a result in the accumulation dtype, whatever the inputs' ---
 
 
-def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """The tensor in `dtype`: whole if it has it already, else block by block of its rows."""
     step = max(1, len(tensor) if tensor.dtype == dtype else _VOCAB_BLOCK)
     for start in range(0, len(tensor), step):
@@ -139,13 +139,13 @@ def _transposed_product(a: Tensor, weight: Tensor) -> Tensor:
     """`a [R, H] @ weight.T [H, V]`."""
     dtype = accumulation_dtype(a, weight)
     a = a.to(dtype)
-    return torch.cat([a @ part.T for _, part in _blocks(weight, dtype)], 1)
+    return torch.cat([a @ part.T for _, part in _in_dtype(weight, dtype)], 1)
 
 
-def _product(dz: Tensor, weight: Tensor) -> Tensor:
+def _times_weight(dz: Tensor, weight: Tensor) -> Tensor:
     """`dz [R, V] @ weight [V, H]`."""
     out = dz.new_zeros(len(dz), weight.shape[1])
-    for block, part in _blocks(weight, dz.dtype):
+    for block, part in _in_dtype(weight, dz.dtype):
         out += dz[:, block] @ part
     return out
 

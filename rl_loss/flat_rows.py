@@ -3,7 +3,9 @@
 import math
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +56,12 @@ class Upstreams(NamedTuple):
     @property
     def none(self) -> bool:
         return all(upstream is None for upstream in self)
+
+
+def next_record(record: Any, values: Iterator[Any]) -> Any:
+    """The next values as such a record; None where there are no more."""
+    fields = list(islice(values, len(record._fields)))
+    return record(*fields) if fields else None
 
 
 @dataclass(frozen=True)

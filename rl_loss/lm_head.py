@@ -1,8 +1,6 @@
 """The LM head that computes the logits a loss reads, and no others."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from rl_loss.flat_rows import (
     check_vocab_size,
     flat_rows,
     logit_transform,
+    next_record,
 )
 from rl_loss.gathered import Gathered, gathered_bwd, gathered_fwd
 from rl_loss.logits import LogitTransform
@@ -286,7 +285,7 @@ class _FusedLMHead(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, rows, options):
         ctx.set_materialize_grads(False)
         inputs = HeadInputs(hidden, weight, bias)
-        outputs, saved = head_fwd(inputs.cut(options.vocab_size), rows, options)
+        outputs, saved = plain_fwd(inputs.cut(options.vocab_size), rows, options)
         full = () if saved.full is None else saved.full
         ctx.save_for_backward(*inputs, *rows, *saved.gathered, *saved.dense, *full)
         ctx.options = options
@@ -298,23 +297,17 @@ class _FusedLMHead(torch.autograd.Function):
         if all(upstream is None for upstream in upstreams):
             return (None,) * 5
         tensors = iter(ctx.saved_tensors)
-        inputs, rows = _next(HeadInputs, tensors), _next(FlatRows, tensors)
-        gathered, dense = _next(Gathered, tensors), _next(Dense, tensors)
-        saved = _Saved(gathered, dense, _next(Dense, tensors))
+        inputs, rows = next_record(HeadInputs, tensors), next_record(FlatRows, tensors)
+        gathered, dense = next_record(Gathered, tensors), next_record(Dense, tensors)
+        saved = _Saved(gathered, dense, next_record(Dense, tensors))
         needs = Needs(*ctx.needs_input_grad[:3])
         shaped = (None if u is None else u.reshape(-1) for u in upstreams)
         with torch.autocast(inputs.hidden.device.type, enabled=False):
-            grads = head_bwd(inputs, rows, ctx.options, saved, Upstreams(*shaped), needs)
+            grads = plain_bwd(inputs, rows, ctx.options, saved, Upstreams(*shaped), needs)
         return *grads, None, None
 
 
-def _next(record: type, tensors: Iterator[Tensor]) -> Any:
-    """The next tensors as such a record; None where there are no more."""
-    fields = list(islice(tensors, len(record._fields)))  # type: ignore[attr-defined]
-    return record(*fields) if fields else None
-
-
-def head_fwd(inputs: HeadInputs, rows: FlatRows, options: _Options) -> tuple[Outputs, _Saved]:
+def plain_fwd(inputs: HeadInputs, rows: FlatRows, options: _Options) -> tuple[Outputs, _Saved]:
     """The outputs, each row written by its path, and what the backward reads."""
     transform, entropy, _, shape = options
     gathered = gathered_fwd(inputs, rows, transform, entropy == "support")
@@ -346,7 +339,7 @@ def _tail_of_one(rows: FlatRows, single: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(known, -torch.inf, 0.0).to(dtype)
 
 
-def head_bwd(
+def plain_bwd(
     inputs: HeadInputs,
     rows: FlatRows,
     options: _Options,

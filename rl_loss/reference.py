@@ -56,7 +56,7 @@ def reference_lm_head(
     broken = rows.broken.nonzero()[:, 0]
     put("logprobs", broken, hidden[broken].sum(-1) * torch.nan)
     widths = rows.offsets.diff()
-    for chosen in _blocks(replayed, widths[replayed] * hidden.shape[1]):
+    for chosen in _row_blocks(replayed, widths[replayed] * hidden.shape[1]):
         entries, _ = rows.entries(chosen)
         logprobs, support, tail, uncertainty = block(_gathered, chosen)
         put("logprobs", chosen, logprobs)
@@ -65,7 +65,7 @@ def reference_lm_head(
         if entropy == "support":
             put("entropy", chosen, uncertainty)
     sizes = torch.full((n,), weight.shape[0])
-    for chosen in _blocks(over_v, sizes[: len(over_v)]):
+    for chosen in _row_blocks(over_v, sizes[: len(over_v)]):
         entries, _ = rows.entries(chosen)
         logprobs, support, tail, uncertainty = block(_dense, chosen)
         put("logprobs", chosen, logprobs)
@@ -74,13 +74,13 @@ def reference_lm_head(
         if entropy is not None:
             put("entropy", chosen, uncertainty)
     if entropy == "full":
-        for chosen in _blocks(replayed, sizes[: len(replayed)]):
+        for chosen in _row_blocks(replayed, sizes[: len(replayed)]):
             put("entropy", chosen, block(_dense, chosen)[3])
     assert out["support"].shape == (nnz,)
     return out["logprobs"], out["support"], out["tail"], out["entropy"]
 
 
-def _blocks(rows: Tensor, sizes: Tensor) -> Iterator[Tensor]:
+def _row_blocks(rows: Tensor, sizes: Tensor) -> Iterator[Tensor]:
     """Cuts rows into runs of at most `_BLOCK` elements, one row at the least."""
     block = (sizes.cpu().cumsum(0) - sizes.cpu()) // _BLOCK
     return iter(rows.split(torch.unique_consecutive(block, return_counts=True)[1].tolist()))

@@ -243,7 +243,7 @@ def check_form(fields: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_ids(ids: Tensor, host: HostFacts) -> None:
+def check_kinds_and_ids(ids: Tensor, host: HostFacts) -> None:
     """Refuses unknown kinds, and ids that their row's kind does not allow (host tensors)."""
     kind, widths = host.kind, host.offsets.diff()
     _check_kind(kind)

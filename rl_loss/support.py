@@ -31,7 +31,7 @@ from rl_loss.plan import HeadPlan, head_plan, widest_gathered
 from rl_loss.row_parsing import (
     Columns,
     check_form,
-    check_ids,
+    check_kinds_and_ids,
     default_tail_mass,
     per_row,
     read_packed,
@@ -110,7 +110,7 @@ class Support:
                 fields[name] = tensor.contiguous()
             offsets, complete = fields["offsets"], _complete(known, offsets)
             host = HostFacts(offsets.cpu(), fields["kind"].cpu(), complete.cpu())
-            check_ids(fields["ids"].cpu(), host)
+            check_kinds_and_ids(fields["ids"].cpu(), host)
         if plan is None:
             plan = head_plan(host, ids.device)
         self.__dict__.update(fields, host=host, plan=plan)

@@ -581,7 +581,7 @@ def test_fields_are_replaced_in_a_new_support():
     )
     assert_host_facts(other)
     assert other.kind.tolist() == [REPLAY, DRAWS]
-    assert (other.plan.head, other.plan.draws) == (False, True)
+    assert (other.plan.any_head, other.plan.any_draws) == (False, True)
     assert other.ids is support.ids
     assert support.known.all()
     with refused("ids must be unique in a REPLAY row, got 5 twice in row 0"):

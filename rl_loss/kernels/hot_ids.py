@@ -147,7 +147,7 @@ def _product_kernel(
 
 
 @triton.jit
-def _write_kernel(
+def _write_hot_kernel(
     out, base, grads, hot_ids, first, M, H, so,
     HAS_BASE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -223,7 +223,7 @@ def write_hot_rows(hot: HotIds, out: Tensor, base: Tensor | None, first: int = 0
     """Writes the hot rows among those of `out` `[B, H]`, the ids from `first` on; `base`
     `[B, H]` is added before the rounding."""
     m, h = out.shape
-    _write_kernel[(len(hot.ids), triton.cdiv(h, 1024))](
+    _write_hot_kernel[(len(hot.ids), triton.cdiv(h, 1024))](
         out, base, hot.grads, hot.ids, first, m, h, out.stride(0),
         HAS_BASE=base is not None, BLOCK_H=1024,
     )  # fmt: skip

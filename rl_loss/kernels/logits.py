@@ -22,7 +22,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _rounded(x, ROUND: tl.constexpr):
+def _to_bfloat16(x, ROUND: tl.constexpr):
     """To bfloat16, to nearest even, by its bits: Triton's interpreter would truncate."""
     if ROUND:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
@@ -46,12 +46,12 @@ def logit(
     """The logits of the products of a row with `ids`."""
     if HAS_BIAS:
         product += tl.load(bias + ids, mask=held, other=0.0).to(product.dtype)
-    z = _rounded(product, ROUND)
+    z = _to_bfloat16(product, ROUND)
     if SCALE != 1.0:
-        z = _rounded(z * SCALE, ROUND)
+        z = _to_bfloat16(z * SCALE, ROUND)
     if SOFTCAP > 0:
-        z = _rounded(z / SOFTCAP, ROUND)
-        z = _rounded(SOFTCAP * _rounded(_tanh(z), ROUND), ROUND)
+        z = _to_bfloat16(z / SOFTCAP, ROUND)
+        z = _to_bfloat16(SOFTCAP * _to_bfloat16(_tanh(z), ROUND), ROUND)
     return z * inverse
 
 

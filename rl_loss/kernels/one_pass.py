@@ -52,13 +52,13 @@ def one_pass(given: HeadArguments, loss: Loss, per_token: dict[str, Tensor | Non
     enabled = torch.is_grad_enabled()
     needs = Needs(*(enabled and t is not None and t.requires_grad for t in call.inputs))
     values = {name: None if v is None else v.reshape(-1) for name, v in per_token.items()}
-    step = _Step(support, loss, on.reshape(-1), values, host_rows_over_v(support, active))
+    batch = _Batch(support, loss, on.reshape(-1), values, host_rows_over_v(support, active))
     device = call.hidden.device.type
     with torch.no_grad(), torch.autocast(device, enabled=False), launching_on(call.hidden):
-        grads = step.run(call, needs)
-    total = _WithGradients.apply(*call.inputs, step.total, grads)
-    metrics, counts = combine_metrics(step.metrics)
-    return LossOutputs(total, metrics, counts, step.per_token.reshape(given.labels.shape))
+        grads = batch.run(call, needs)
+    total = _WithGradients.apply(*call.inputs, batch.total, grads)
+    metrics, counts = combine_metrics(batch.metrics)
+    return LossOutputs(total, metrics, counts, batch.per_token.reshape(given.labels.shape))
 
 
 class _WithGradients(torch.autograd.Function):
@@ -91,7 +91,7 @@ class _Span(NamedTuple):
     entries: slice
 
 
-class _Step:
+class _Batch:
     """One batch on its way: what the loss is given, and what it has given so far."""
 
     def __init__(

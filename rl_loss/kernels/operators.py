@@ -4,15 +4,13 @@ The operators take tensors and scalars alone, so that `torch.compile` sees them 
 the same functions are called without the dispatcher in between.
 """
 
-from collections.abc import Iterator
-from itertools import islice
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_loss.flat_rows import HeadArguments, HeadInputs, Needs, Upstreams
+from rl_loss.flat_rows import HeadArguments, HeadInputs, Needs, Upstreams, next_record
 from rl_loss.host import launching_on
 from rl_loss.kernels.blocks import BlockSums, blocks_to_grads, entry_logits, vocabulary_stats
 from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
@@ -103,24 +101,23 @@ def head_bwd(
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     given = iter(args)
-    call = HeadCall(_next(HeadInputs, given), _next(RowTensors, given), _next(HeadScalars, given))
+    call = HeadCall(
+        next_record(HeadInputs, given),
+        next_record(RowTensors, given),
+        next_record(HeadScalars, given),
+    )
     with launching_on(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
         return tuple(head_fwd(call))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     given = iter(args)
-    inputs, rows = _next(HeadInputs, given), _next(RowTensors, given)
-    saved, upstreams = _next(RowOutputs, given), _next(Upstreams, given)
-    needs, scalars = _next(Needs, given), _next(HeadScalars, given)
+    inputs, rows = next_record(HeadInputs, given), next_record(RowTensors, given)
+    saved, upstreams = next_record(RowOutputs, given), next_record(Upstreams, given)
+    needs, scalars = next_record(Needs, given), next_record(HeadScalars, given)
     call = HeadCall(inputs, rows, scalars)
     with launching_on(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
         return head_bwd(call, saved, upstreams, needs)
-
-
-def _next(record: Any, values: Iterator[Any]) -> Any:
-    """The next values as such a record."""
-    return record(*islice(values, len(record._fields)))
 
 
 def _schema(returns: int, *parts: type) -> str:
@@ -153,17 +150,21 @@ _head_bwd = torch.library.custom_op(
 @_head_fwd.register_fake
 def _(*args):
     given = iter(args)
-    parts = _next(HeadInputs, given), _next(RowTensors, given), _next(HeadScalars, given)
+    parts = (
+        next_record(HeadInputs, given),
+        next_record(RowTensors, given),
+        next_record(HeadScalars, given),
+    )
     return tuple(RowOutputs.new(*parts))
 
 
 @_head_bwd.register_fake
 def _(*args):
     given = iter(args)
-    inputs = _next(HeadInputs, given)
+    inputs = next_record(HeadInputs, given)
     for record in (RowTensors, RowOutputs, Upstreams):
-        _next(record, given)
+        next_record(record, given)
     return tuple(
         tensor.new_empty(tensor.shape) if need and tensor is not None else args[0].new_empty(0)
-        for tensor, need in zip(inputs, _next(Needs, given), strict=True)
+        for tensor, need in zip(inputs, next_record(Needs, given), strict=True)
     )
