@@ -2,7 +2,7 @@
 
 Replayed rows of several numbers and widths take both ways, forward and backward. For each number
 of rows the width at which both take the same time is interpolated: `ENTRIES_A_PRODUCT` of
-`rl_loss/csr.py` is this width as a share of V.
+`rl_loss/plan.py` is this width as a share of V.
 """
 
 import argparse
