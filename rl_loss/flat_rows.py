@@ -4,11 +4,12 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_loss.arguments import is_integral, require_count, require_number, require_tensor
@@ -17,6 +18,7 @@ from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.support import Support
 from rl_loss.validation import check_ids, check_labels, check_recorded
+from rl_loss.vocab_parallel import Shard, equal_shard, torch_shard, whole
 
 
 class HeadInputs(NamedTuple):
@@ -43,6 +45,14 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+
+
+class Sums(NamedTuple):
+    """Gradients in the making, in the accumulation dtype; None where not needed."""
+
+    hidden: Tensor | None  # [N, H]
+    weight: Tensor | None  # [V, H]
+    bias: Tensor | None  # [V]
 
 
 class Upstreams(NamedTuple):
@@ -83,10 +93,16 @@ class HeadArguments:
     workspace_mib: float
     vocab_size: int | None
     process_group: Any
+    sequence_parallel: bool
+    shard: Shard = field(init=False)
 
     def __post_init__(self) -> None:
+        cut_by_torch = is_dtensor(self.weight) and self.process_group is not None
+        rows = len(require_tensor("weight", self.weight))  # of all ranks, where so cut
         for name in ("weight", "bias"):
-            object.__setattr__(self, name, local_tensor(name, getattr(self, name)))
+            local = local_tensor(name, getattr(self, name), self.process_group)
+            object.__setattr__(self, name, local)
+        object.__setattr__(self, "shard", _shard(self, rows, cut_by_torch))
         _check_tensors(self)
         _check_options(self)
 
@@ -96,13 +112,14 @@ class HeadArguments:
 
     @property
     def ids(self) -> int:
-        """V: the rows of the weight that are ids."""
-        return len(self.weight) if self.vocab_size is None else int(self.vocab_size)
+        """V: the rows of the weight, of all ranks', that are ids."""
+        return self.shard.vocab_size
 
     @property
     def inputs(self) -> HeadInputs:
-        n, h = self.n, self.hidden.shape[-1]
-        return HeadInputs(self.hidden.reshape(n, h), self.weight, self.bias)
+        """Of this rank: with `sequence_parallel` its rows of the hidden states alone."""
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return HeadInputs(hidden, self.weight, self.bias)
 
     @property
     def transform(self) -> LogitTransform:
@@ -273,17 +290,52 @@ def host_rows_over_v(support: Support, active: Tensor | None, full: bool = False
 # --- checks of form ---
 
 
-def local_tensor(name: str, tensor: Any) -> Any:
-    """The tensor itself, or what a replicated DTensor holds; a sharded one is refused."""
+def is_dtensor(value: Any) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
-    if tensor is None or module is None or not isinstance(tensor, module.DTensor):
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_tensor(name: str, tensor: Any, group: Any = None) -> Any:
+    """The tensor itself, or what a DTensor holds here: a replicated one, or with a `group` one that
+    is cut by its rows over that very group. Any other is refused."""
+    if not is_dtensor(tensor):
         return tensor
-    if not all(placement.is_replicate() for placement in tensor.placements):
+    placements, mesh = tensor.placements, tensor.device_mesh
+    if group is None:
+        if not all(placement.is_replicate() for placement in placements):
+            raise ValueError(
+                f"{name} must not be a sharded DTensor, got placements {placements}: call the "
+                "head inside its FSDP module, where the weight is gathered, or give the "
+                "process_group over which the vocabulary is split"
+            )
+    elif not (
+        mesh.ndim == 1
+        and placements[0].is_shard(0)
+        and dist.get_process_group_ranks(mesh.get_group()) == dist.get_process_group_ranks(group)
+    ):
         raise ValueError(
-            f"{name} must not be a sharded DTensor, got placements {tensor.placements}: call the "
-            "head inside its FSDP module, where the weight is gathered"
+            f"{name} must be cut by its rows over process_group alone, got placements "
+            f"{placements} over {mesh}: call the head inside its FSDP module, where the rest is "
+            "gathered"
         )
     return tensor.to_local()
+
+
+def _shard(given: HeadArguments, rows: int, cut_by_torch: bool) -> Shard:
+    """Which ids are here; `rows` of the weight, of all ranks' where torch has cut it."""
+    group, vocab_size = given.process_group, given.vocab_size
+    if group is None:
+        if given.sequence_parallel:
+            raise ValueError("sequence_parallel needs a process_group")
+        check_vocab_size(vocab_size, rows)
+        return whole(rows if vocab_size is None else int(vocab_size))
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"process_group must be a ProcessGroup, got {type(group).__name__}")
+    all_rows = rows if cut_by_torch else rows * dist.get_world_size(group)
+    check_vocab_size(vocab_size, all_rows)
+    v = all_rows if vocab_size is None else int(vocab_size)
+    cut = torch_shard if cut_by_torch else equal_shard
+    return cut(rows, v, group, bool(given.sequence_parallel))
 
 
 def logit_transform(
@@ -309,15 +361,12 @@ def check_vocab_size(vocab_size: int | None, rows: int) -> None:
 
 
 def _check_options(given: HeadArguments) -> None:
-    if given.process_group is not None:
-        raise ValueError("process_group: vocabulary-parallel weights are not supported yet")
     if given.entropy not in (None, "support", "full"):
         raise ValueError(f'entropy must be None, "support" or "full", got {given.entropy!r}')
     if given.logits_dtype not in (None, torch.bfloat16):
         raise ValueError(f"logits_dtype must be None or torch.bfloat16, got {given.logits_dtype}")
     if not 0 < require_number("workspace_mib", given.workspace_mib) < math.inf:
         raise ValueError(f"workspace_mib must be above 0 and finite, got {given.workspace_mib!r}")
-    check_vocab_size(given.vocab_size, len(given.weight))
     logit_transform(given.softcap, given.logit_scale)
     _check_temperature(given)
 
@@ -369,10 +418,11 @@ def _check_tensors(given: HeadArguments) -> None:
         )
     if not is_integral(labels):
         raise ValueError(f"labels must be integers, got {labels.dtype}")
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"labels must be {tuple(hidden.shape[:-1])} as hidden, got {tuple(labels.shape)}"
-        )
+    shape = hidden.shape[:-1]
+    if given.sequence_parallel:
+        shape = torch.Size((shape[0] * given.shard.ranks, *shape[1:]))
+    if labels.shape != shape:
+        raise ValueError(f"labels must be {tuple(shape)} as hidden, got {tuple(labels.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
     if support is not None and len(support) != labels.numel():

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from rl_loss.csr import segment_logsumexp, segment_sum
-from rl_loss.flat_rows import FlatRows, HeadInputs, Needs, Upstreams
+from rl_loss.flat_rows import FlatRows, HeadInputs, Needs, Sums, Upstreams
 from rl_loss.logits import LogitTransform, accumulation_dtype, p_log_p
+from rl_loss.vocab_parallel import Shard
 
 # The most elements of a gathered block of weight rows, where no sparse product exists.
 _BLOCK = 2**22
@@ -29,21 +30,45 @@ class Gathered(NamedTuple):
     single: Tensor  # [S] the rows of one id, in the batch
 
 
-def gathered_fwd(
-    inputs: HeadInputs, rows: FlatRows, transform: LogitTransform, want_entropy: bool
-) -> Gathered:
-    """Log-probabilities over their supports of all REPLAY rows, through torch's sparse products
-    or bounded gathers."""
+class Replayed(NamedTuple):
+    """The entries whose logits REPLAY rows are made of, as `Gathered` has them."""
+
+    chosen: Tensor
+    entries: Tensor
+    place: Tensor
+    single: Tensor
+
+
+def replayed_entries(rows: FlatRows) -> Replayed:
+    """Of all REPLAY rows of several ids."""
     replayed = rows.replayed()
     several = rows.offsets.diff()[replayed] > 1
     chosen = replayed[several]
-    entries, place = rows.entries(chosen)
+    return Replayed(chosen, *rows.entries(chosen), replayed[~several])
+
+
+def gathered_logits_of(
+    inputs: HeadInputs, rows: FlatRows, transform: LogitTransform, replayed: Replayed, shard: Shard
+) -> Tensor:
+    """The logits of the entries that are here, 0 elsewhere, `[E]`, through torch's sparse products
+    or bounded gathers."""
+    at, ids = replayed.chosen[replayed.place], rows.ids[replayed.entries]
+    own: Tensor | slice = slice(None)
+    some = ids
+    if not shard.alone:
+        own = shard.owned(ids)
+        at, some = at[own], shard.local(ids)[own]
+    raw = sampled_products(inputs.hidden, inputs.weight, at, some)
+    bias = None if inputs.bias is None else inputs.bias[some]
+    z = raw.new_zeros(len(ids))
+    z[own] = transform(raw, bias, rows.temperature[at])
+    return z
+
+
+def gathered_fwd(z: Tensor, rows: FlatRows, replayed: Replayed, want_entropy: bool) -> Gathered:
+    """Log-probabilities over their supports, from the logits `[E]`."""
+    chosen, entries, place, single = replayed
     n, at, ids = len(chosen), chosen[place], rows.ids[entries]
-    z = transform(
-        sampled_products(inputs.hidden, inputs.weight, at, ids),
-        None if inputs.bias is None else inputs.bias[ids],
-        rows.temperature[at],
-    )
     logp = z - segment_logsumexp(z, place, n)[place]
     label, unknown = ids == rows.labels[at], ~rows.known[entries]
     disorder = p_log_p(logp) if want_entropy else torch.zeros_like(logp)
@@ -56,7 +81,7 @@ def gathered_fwd(
         logprobs=segment_sum(torch.where(label, logp, 0.0), place, n),
         tail_logprobs=segment_logsumexp(logp[unknown], place[unknown], n),
         entropy=-segment_sum(disorder, place, n),
-        single=replayed[~several],
+        single=single,
     )
 
 
@@ -67,12 +92,16 @@ def gathered_bwd(
     transform: LogitTransform,
     upstreams: Upstreams,
     needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden, weight and bias, in the accumulation dtype, 0 where there is none;
-    None where not needed."""
+    shard: Shard,
+) -> Sums:
+    """The gradients of hidden, weight and bias that come of the entries here, in the accumulation
+    dtype, 0 where there is none; None where not needed."""
     hidden, weight, bias = inputs
     grad = _entry_grads(saved, rows, transform, upstreams)
     at, ids = saved.chosen[saved.place], rows.ids[saved.entries]
+    if not shard.alone:
+        own = shard.owned(ids)
+        grad, at, ids = grad[own], at[own], shard.local(ids)[own]
     d_hidden = d_weight = d_bias = None
     if needs.hidden:
         d_hidden = scattered_products(grad, weight, at, ids, len(hidden), ordered=True)
@@ -81,7 +110,7 @@ def gathered_bwd(
         d_weight = scattered_products(grad, hidden, ids, at, len(weight), ordered=False)
     if needs.bias and bias is not None:
         d_bias = segment_sum(grad, ids, len(bias))
-    return d_hidden, d_weight, d_bias
+    return Sums(d_hidden, d_weight, d_bias)
 
 
 def _lost(single: Tensor, rows: FlatRows, upstreams: Upstreams) -> Tensor:

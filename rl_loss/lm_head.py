@@ -9,22 +9,30 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import register_dataclass
 
 from rl_loss.arguments import active_module, class_path
-from rl_loss.dense import Dense, dense_bwd, dense_fwd
+from rl_loss.dense import Dense, dense_bwd, dense_fwd, dense_logits
 from rl_loss.flat_rows import (
     FlatRows,
     HeadArguments,
     HeadInputs,
     Needs,
+    Sums,
     Upstreams,
     check_vocab_size,
     flat_rows,
     logit_transform,
     next_record,
 )
-from rl_loss.gathered import Gathered, gathered_bwd, gathered_fwd
+from rl_loss.gathered import (
+    Gathered,
+    gathered_bwd,
+    gathered_fwd,
+    gathered_logits_of,
+    replayed_entries,
+)
 from rl_loss.logits import LogitTransform
-from rl_loss.reference import reference_lm_head
+from rl_loss.reference import reference_lm_head, whole_inputs
 from rl_loss.support import Support
+from rl_loss.vocab_parallel import RankLogits, Shard
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ def fused_lm_head(
     workspace_mib: float = 512,
     vocab_size: int | None = None,
     process_group: Any = None,
+    sequence_parallel: bool = False,
 ) -> LMHeadOutput:
     """The trainer's log-probabilities of the labels and of every support id.
 
@@ -140,6 +149,7 @@ def fused_lm_head(
         workspace_mib=workspace_mib,
         vocab_size=vocab_size,
         process_group=process_group,
+        sequence_parallel=sequence_parallel,
     )
     if given.on_kernels:
         from rl_loss.kernels.operators import kernel_head
@@ -245,7 +255,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, of entries, of tail
 
 def _reference(given: HeadArguments, rows: FlatRows) -> Outputs:
     with torch.autocast(given.hidden.device.type, enabled=False):
-        inputs = given.inputs.cut(given.ids)
+        inputs = whole_inputs(given)
         logprobs, entries, *rest = reference_lm_head(inputs, rows, given.transform, given.entropy)
     logprobs, tails, entropy = (_shaped(part, given) for part in (logprobs, *rest))
     return logprobs, entries, tails, entropy
@@ -258,7 +268,7 @@ def _shaped(flat: Tensor, given: HeadArguments) -> Tensor:
 
 
 def _without_kernels(given: HeadArguments, rows: FlatRows) -> Outputs:
-    options = _Options(given.transform, given.entropy, given.ids, tuple(given.labels.shape))
+    options = _Options(given.transform, given.entropy, tuple(given.labels.shape), given.shard)
     with torch.autocast(given.hidden.device.type, enabled=False):
         return _FusedLMHead.apply(*given.inputs, rows, options)
 
@@ -268,8 +278,8 @@ class _Options(NamedTuple):
 
     transform: LogitTransform
     entropy: str | None
-    vocab_size: int
     shape: tuple[int, ...]  # of the labels
+    shard: Shard
 
 
 class _Saved(NamedTuple):
@@ -284,8 +294,8 @@ class _FusedLMHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, rows, options):
         ctx.set_materialize_grads(False)
-        inputs = HeadInputs(hidden, weight, bias)
-        outputs, saved = plain_fwd(inputs.cut(options.vocab_size), rows, options)
+        inputs = HeadInputs(options.shard.gather_rows(hidden), weight, bias)
+        outputs, saved = plain_fwd(inputs.cut(options.shard.rows), rows, options)
         full = () if saved.full is None else saved.full
         ctx.save_for_backward(*inputs, *rows, *saved.gathered, *saved.dense, *full)
         ctx.options = options
@@ -309,12 +319,21 @@ class _FusedLMHead(torch.autograd.Function):
 
 def plain_fwd(inputs: HeadInputs, rows: FlatRows, options: _Options) -> tuple[Outputs, _Saved]:
     """The outputs, each row written by its path, and what the backward reads."""
-    transform, entropy, _, shape = options
-    gathered = gathered_fwd(inputs, rows, transform, entropy == "support")
-    dense = dense_fwd(inputs, rows, rows.over_v(), transform, entropy is not None)
-    full = None
-    if entropy == "full":
-        full = dense_fwd(inputs, rows.without_entries(), rows.replayed(), transform, True)
+    transform, entropy, shape, shard = options
+    want, replayed = entropy is not None, replayed_entries(rows)
+    z = gathered_logits_of(inputs, rows, transform, replayed, shard)
+    logits = [dense_logits(inputs, rows, rows.over_v(), transform, want, shard)]
+    sources = [rows]
+    if entropy == "full":  # the replayed rows over V, without their entries
+        sources.append(rows.without_entries())
+        logits.append(dense_logits(inputs, sources[1], rows.replayed(), transform, True, shard))
+    z, *wholes = _of_all_ranks(shard, z, [part.own for part in logits])
+    gathered = gathered_fwd(z, rows, replayed, entropy == "support")
+    dense, *more = (
+        dense_fwd(part, source, whole, want)
+        for part, source, whole in zip(logits, sources, wholes, strict=True)
+    )
+    full = more[0] if more else None
     new = gathered.z.new_zeros
     outputs = new(shape), new(len(rows.ids)), new(shape), new(shape)
     support_logprobs = outputs[1]
@@ -333,6 +352,23 @@ def plain_fwd(inputs: HeadInputs, rows: FlatRows, options: _Options) -> tuple[Ou
     return outputs, _Saved(gathered, dense, full)
 
 
+def _of_all_ranks(shard: Shard, z: Tensor, parts: list[RankLogits]) -> list[Any]:
+    """Logits of entries `[E]`, and each part, as all ranks together have them: one sum."""
+    if shard.alone:
+        return [z, *parts]
+    whole = shard.sum_logits(
+        RankLogits(
+            torch.cat([z, *(part.entries for part in parts)]),
+            torch.cat([part.labels for part in parts]),
+            torch.cat([part.stats for part in parts], 1),
+        )
+    )
+    z, *entries = whole.entries.split([len(z), *(len(part.entries) for part in parts)])
+    sizes = [len(part.labels) for part in parts]
+    columns = zip(entries, whole.labels.split(sizes), whole.stats.split(sizes, 1), strict=True)
+    return [z, *(RankLogits(*column) for column in columns)]
+
+
 def _tail_of_one(rows: FlatRows, single: Tensor, dtype: torch.dtype) -> Tensor:
     """Log p of the tail of rows of one id: all or nothing."""
     known = rows.known[rows.offsets[single]]
@@ -348,28 +384,31 @@ def plain_bwd(
     needs: Needs,
 ) -> list[Tensor | None]:
     """The gradients of hidden, weight and bias, added up wide and rounded once."""
-    transform, entropy, vocab_size, _ = options
-    ids = inputs.cut(vocab_size)
+    transform, entropy, _, shard = options
+    ids = inputs.cut(shard.rows)
     replayed = upstreams
     if entropy != "support":  # else that of replayed rows is another path's, or none
         replayed = upstreams._replace(entropy=None)
-    sums = gathered_bwd(saved.gathered, ids, rows, transform, replayed, needs)
-    dense_bwd(saved.dense, ids, rows, transform, upstreams, sums)
+    sums = gathered_bwd(saved.gathered, ids, rows, transform, replayed, needs, shard)
+    dense_bwd(saved.dense, ids, rows, transform, upstreams, sums, shard)
     if saved.full is not None and upstreams.entropy is not None:
         only = Upstreams(None, None, None, upstreams.entropy)
-        dense_bwd(saved.full, ids, rows.without_entries(), transform, only, sums)
-    if sums[0] is not None:
-        sums[0].masked_fill_(rows.broken[:, None], torch.nan)
+        dense_bwd(saved.full, ids, rows.without_entries(), transform, only, sums, shard)
+    if sums.hidden is not None:
+        sums.hidden.masked_fill_(rows.broken[:, None], torch.nan)
+        sums = sums._replace(hidden=shard.sum_hidden(sums.hidden)())
     return [
-        None if total is None or tensor is None else _padded(total, len(tensor)).to(tensor.dtype)
-        for total, tensor in zip(sums, inputs, strict=True)
+        None if total is None or tensor is None else total.to(tensor.dtype)
+        for total, tensor in zip(_padded(sums, inputs), inputs, strict=True)
     ]
 
 
-def _padded(total: Tensor, n: int) -> Tensor:
-    """The sums of the first rows, and 0 for the padding behind them."""
-    return (
-        total
-        if len(total) == n
-        else torch.cat([total, total.new_zeros(n - len(total), *total.shape[1:])])
-    )
+def _padded(sums: Sums, inputs: HeadInputs) -> Sums:
+    """With 0 for the padding behind the ids."""
+
+    def pad(total: Tensor | None, like: Tensor | None) -> Tensor | None:
+        if total is None or like is None or len(total) == len(like):
+            return total
+        return torch.cat([total, total.new_zeros(len(like) - len(total), *like.shape[1:])])
+
+    return sums._replace(weight=pad(sums.weight, inputs.weight), bias=pad(sums.bias, inputs.bias))

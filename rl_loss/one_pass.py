@@ -36,6 +36,7 @@ def fused_lm_head_loss(
     workspace_mib: float = 2560,
     vocab_size: int | None = None,
     process_group: Any = None,
+    sequence_parallel: bool = False,
 ) -> LossOutputs:
     """`fused_lm_head` and a loss at once: three matrix products over the vocabulary, not four.
 
@@ -49,7 +50,7 @@ def fused_lm_head_loss(
 
     Args:
         hidden, weight, labels, support, active, temperature, bias, softcap, logit_scale, impl,
-            logits_dtype, vocab_size, process_group: as `fused_lm_head`.
+            logits_dtype, vocab_size, process_group, sequence_parallel: as `fused_lm_head`.
         loss: `ipo_loss`, `icepop_loss` or `reinforce_loss`, or a `functools.partial` of one with
             its options: losses that are sums over tokens.
         inference_logprobs: `[...]` log q of the sampled token.
@@ -95,6 +96,7 @@ def fused_lm_head_loss(
         "workspace_mib": workspace_mib,
         "vocab_size": vocab_size,
         "process_group": process_group,
+        "sequence_parallel": sequence_parallel,
     }
     given = HeadArguments(hidden, weight, labels, support, **options)
     per_token: dict[str, Any] = {

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rl_loss.csr import HEAD, segment_logsumexp, segment_sum
-from rl_loss.flat_rows import FlatRows, HeadInputs
+from rl_loss.flat_rows import FlatRows, HeadArguments, HeadInputs
 from rl_loss.logits import LogitTransform, p_log_p
 
 # The most elements of a gathered block of weight rows, or of a block of logits.
@@ -78,6 +79,37 @@ def reference_lm_head(
             put("entropy", chosen, block(_dense, chosen)[3])
     assert out["support"].shape == (nnz,)
     return out["logprobs"], out["support"], out["tail"], out["entropy"]
+
+
+def whole_inputs(given: HeadArguments) -> HeadInputs:
+    """Without padding, and of a weight that is split over ranks all of it: the rows of every rank
+    are brought together, so that each computes the whole head, and keeps its own gradient."""
+    inputs, shard = given.inputs, given.shard
+    if shard.alone:
+        return inputs.cut(shard.vocab_size)
+    hidden, weight, bias = inputs
+    if shard.sequence_parallel:
+        hidden = _Gathered.apply(hidden, shard, len(hidden))
+    weight = _Gathered.apply(weight, shard, shard.most)
+    bias = None if bias is None else _Gathered.apply(bias, shard, shard.most)
+    return HeadInputs(hidden, weight, bias).cut(shard.vocab_size)
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks, `most` of each; the gradient of this rank's own goes back to it."""
+
+    @staticmethod
+    def forward(ctx, part, shard, most):
+        ctx.own = dist.get_rank(shard.group) * most, len(part)
+        padded = torch.cat([part, part.new_zeros(most - len(part), *part.shape[1:])])
+        parts = [torch.empty_like(padded) for _ in range(shard.ranks)]
+        dist.all_gather(parts, padded, group=shard.group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        start, n = ctx.own
+        return upstream[start : start + n], None, None
 
 
 def _row_blocks(rows: Tensor, sizes: Tensor) -> Iterator[Tensor]:

@@ -29,9 +29,11 @@ class Block(NamedTuple):
     raw: Tensor  # [R, B] in the accumulation dtype, and then their gradient in its memory
     rows: Tensor  # [R] int64 their numbers in the batch
     run: slice  # their places among all rows that blocks are made of
-    ids: slice
+    ids: slice  # of the weight's rows here
+    first: int  # the id of the first of them
     hidden: Tensor  # [R, H] the two factors
     weight: Tensor  # [B, H]
+    bias: Tensor | None  # [B]
     last: bool  # no more rows with these ids
 
 
@@ -39,13 +41,12 @@ class Block(NamedTuple):
 def _stats_kernel(
     raw,  # [R, B]
     chosen,  # [R] int64 the rows
-    bias,  # [V]
+    bias,  # [B] of these ids
     temperature,  # [N]
     top,  # [N] in, out
     total,  # [N] in, out: sum of exp(z - top)
     moment,  # [N] in, out: sum of exp(z - top) * (z - top)
     one_temperature,
-    first,
     B,
     sr,
     NEW: tl.constexpr,
@@ -74,7 +75,7 @@ def _stats_kernel(
         column = at + tl.arange(0, BLOCK)
         held = column < B
         x = tl.load(raw + at_row * sr + column, mask=held, other=minus_inf)
-        z = logit(x, bias, first + column, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+        z = logit(x, bias, column, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
         z = tl.where(x == minus_inf, minus_inf, z)
         up = tl.maximum(m, tl.max(z, axis=0))
         shift = tl.where(up == minus_inf, 0.0, up)
@@ -100,7 +101,7 @@ def _pick_kernel(
     known,  # [nnz] uint8
     offsets,  # [N + 1] int64
     kind,  # [N] int8
-    bias,  # [V]
+    bias,  # [B] of these ids
     temperature,  # [N]
     z,  # [nnz] out, where the id is in the block
     label_z,  # [N] out, likewise
@@ -128,7 +129,7 @@ def _pick_kernel(
         label = tl.load(labels + row).to(tl.int64) - first
         here = (label >= 0) & (label < B)
         own = tl.load(cells + label, mask=here, other=0.0)
-        own = logit(own, bias, first + label, here, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+        own = logit(own, bias, label, here, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
         tl.store(label_z + row, own, mask=here)
         tl.debug_barrier()  # the label's cell is read before it is emptied
     start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
@@ -146,7 +147,7 @@ def _pick_kernel(
         inside = (column >= 0) & (column < tl.where(entry < end, B, 0))
         if ENTRIES:
             x = tl.load(cells + column, mask=inside, other=0.0)
-            x = logit(x, bias, first + column, inside, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+            x = logit(x, bias, column, inside, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
             tl.store(z + entry, x, mask=inside)
         if TAKE_OUT:
             out = inside & (tl.load(known + entry, mask=entry < taken, other=0) != 0)
@@ -158,7 +159,7 @@ def _grads_kernel(
     raw,  # [R, B]
     dz,  # [R, B] out: the same memory, row by row
     chosen,  # [R] int64 the rows
-    bias,  # [V]
+    bias,  # [B] of these ids
     temperature,  # [N]
     labels,  # [N]
     lse,  # [N] over the vocabulary
@@ -211,7 +212,7 @@ def _grads_kernel(
         column = at + tl.arange(0, BLOCK)
         held = column < B
         x = tl.load(raw + at_row * sr + column, mask=held, other=0.0)
-        z = logit(x, bias, first + column, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+        z = logit(x, bias, column, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
         logp = z - norm
         p = tl.exp(logp)
         g = tl.where(column == label, d_label, 0.0) - p * total
@@ -253,8 +254,8 @@ def add_stats(call: HeadCall, block: Block, stats: Tensor) -> None:
     raw, logits = block.raw, call.logit
     if len(block.rows):
         _stats_kernel[(len(block.rows),)](
-            raw, block.rows, logits.bias, logits.temperature, *stats[:3], logits.one_temperature,
-            block.ids.start, raw.shape[1], raw.stride(0),
+            raw, block.rows, block.bias, logits.temperature, *stats[:3], logits.one_temperature,
+            raw.shape[1], raw.stride(0),
             NEW=block.ids.start == 0, MOMENT=call.scalars.entropy > 0, BLOCK=4096, num_warps=4,
             **logits.flags,
         )  # fmt: skip
@@ -275,7 +276,7 @@ def pick(
         entries = min(512, max(32, width))
         _pick_kernel[(len(block.rows), parts)](
             raw, block.rows, rows.labels, rows.ids, call.byte_flags()[1], rows.offsets, rows.kind,
-            logits.bias, logits.temperature, z, label_z, logits.one_temperature, block.ids.start,
+            block.bias, logits.temperature, z, label_z, logits.one_temperature, block.first,
             raw.shape[1], raw.stride(0),
             LABEL=label_z is not None, ENTRIES=z is not None, TAKE_OUT=take_out, BLOCK=entries,
             num_warps=max(1, entries // 128), **logits.flags,
@@ -295,9 +296,9 @@ def to_grads(
     dz = raw.view(dtype)[:, : raw.shape[1]]
     if len(block.rows):
         _grads_kernel[(len(block.rows),)](
-            raw, dz, block.rows, logits.bias, logits.temperature, call.rows.labels, saved.lse_v,
+            raw, dz, block.rows, block.bias, logits.temperature, call.rows.labels, saved.lse_v,
             saved.state, saved.tail_logprobs, saved.entropy, *over_v, logits.one_temperature,
-            block.ids.start, raw.shape[1], raw.stride(0), dz.stride(0),
+            block.first, raw.shape[1], raw.stride(0), dz.stride(0),
             TAIL=upstreams.tail_logprobs is not None and call.scalars.any_head,
             ENTROPY=upstreams.entropy is not None, BLOCK=2048, num_warps=4, **logits.flags,
         )  # fmt: skip
@@ -308,6 +309,6 @@ def put_entries(call: HeadCall, rows: Tensor, grad: Tensor, dz: Tensor) -> None:
     """Writes the entries' gradients `[nnz]` of `rows` `[R]` to their cells of `dz` `[R, V]`."""
     if len(rows):
         _put_kernel[(len(rows), triton.cdiv(call.scalars.max_width, 1024))](
-            dz, rows, call.rows.ids, call.rows.offsets, grad, dz.shape[1], dz.stride(0),
+            dz, rows, call.own_ids, call.rows.offsets, grad, dz.shape[1], dz.stride(0),
             BLOCK=1024, num_warps=4,
         )  # fmt: skip

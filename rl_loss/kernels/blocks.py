@@ -20,6 +20,7 @@ from rl_loss.kernels.entry_grads import EntryGrads
 from rl_loss.kernels.records import HeadCall, RowOutputs
 from rl_loss.kernels.rows import gathered_logits
 from rl_loss.logits import accumulation_dtype
+from rl_loss.vocab_parallel import RankLogits
 
 # Fewer ids a block, and the matrix products lose more than the memory is worth.
 _LEAST_IDS = 2048
@@ -36,7 +37,7 @@ def wide_in_ids(call: HeadCall) -> Shape:
     """Of the rows over the vocabulary, in two steps: as many rows as there are, ids to fit."""
     n, vocab_size = len(call.rows.over_v), len(call.weight)
     cells = max(1, call.scalars.workspace // call.dtype.itemsize)
-    rows = min(n, max(1, cells // min(_LEAST_IDS, vocab_size)))
+    rows = min(n, max(1, cells // max(1, min(_LEAST_IDS, vocab_size))))
     ids = min(vocab_size, max(1, cells // max(1, rows)))
     if 256 <= ids < vocab_size:
         ids = ids // 256 * 256  # whole tiles of a matrix product
@@ -45,7 +46,8 @@ def wide_in_ids(call: HeadCall) -> Shape:
 
 def all_ids(call: HeadCall, n: int) -> Shape:
     """Of `n` rows in runs of about one length, each with the whole vocabulary."""
-    most = max(1, call.scalars.workspace // (call.dtype.itemsize * len(call.weight)))
+    # By the rank that has most ids, for all ranks make the same runs.
+    most = max(1, call.scalars.workspace // (call.dtype.itemsize * call.shard.most))
     runs = -(-n // most)
     return Shape(-(-n // max(1, runs)), len(call.weight))
 
@@ -53,37 +55,84 @@ def all_ids(call: HeadCall, n: int) -> Shape:
 def product_blocks(call: HeadCall, chosen: Tensor, shape: Shape) -> Iterator[Block]:
     """The blocks of the rows `chosen` `[D]`, ascending: every run of rows for one run of ids
     after another. The next block takes the memory of the one before."""
-    n, vocab_size = len(chosen), len(call.weight)
-    if not n:
+    n, vocab_size, bias = len(chosen), len(call.weight), call.logit.bias
+    if not n or not vocab_size:
         return
     hidden = _rows_of(call.hidden, chosen)
     buffer = _new_block(min(shape.rows, n), shape.ids, call.hidden, call.dtype)
     for first in range(0, vocab_size, shape.ids):
         ids = slice(first, min(first + shape.ids, vocab_size))
-        weight = call.weight[ids]
+        weight, some_bias = call.weight[ids], None if bias is None else bias[ids]
         for start in range(0, n, shape.rows):
             run = slice(start, min(start + shape.rows, n))
             some = hidden[run]
             raw = _products(some, weight, buffer)
-            yield Block(raw, chosen[run], run, ids, some, weight, run.stop == n)
+            yield Block(
+                raw=raw,
+                rows=chosen[run],
+                run=run,
+                ids=ids,
+                first=call.shard.first + first,
+                hidden=some,
+                weight=weight,
+                bias=some_bias,
+                last=run.stop == n,
+            )
 
 
 def entry_logits(call: HeadCall) -> RowOutputs:
     """Outputs of which no more is written than the logits of the replayed rows' entries."""
     out = RowOutputs.new(call.inputs, call.rows, call.scalars)
+    if not call.shard.alone:
+        out.support_logprobs.zero_()  # what other ranks have is added to it
     gathered_logits(call, out.support_logprobs)
     if len(call.rows.wide):
         _wide_logits(call, out)
     return out
 
 
+def new_stats(call: HeadCall) -> Tensor:
+    """`[4, N]` of rows over the vocabulary: log-sum-exp as maximum and sum, the entropy's sum, and
+    the label's logit; not written yet, or where a rank may have no part of it those of nothing."""
+    if call.shard.alone:
+        return call.hidden.new_empty(4, call.n, dtype=call.dtype)
+    stats = call.hidden.new_zeros(4, call.n, dtype=call.dtype)
+    stats[0] = -torch.inf
+    return stats
+
+
 def vocabulary_stats(call: HeadCall, out: RowOutputs) -> Tensor:
-    """`[4, N]` of the rows over the vocabulary: log-sum-exp as maximum and sum, the entropy's sum,
-    and the label's logit. The logits of their entries go to `out.support_logprobs`."""
-    stats = call.hidden.new_empty(4, call.n, dtype=call.dtype)
+    """`new_stats` of the rows over the vocabulary, written. The logits of their entries go to
+    `out.support_logprobs`."""
+    stats = new_stats(call)
     for block in product_blocks(call, call.rows.over_v, wide_in_ids(call)):
         take_stats(call, block, out, stats)
     return stats
+
+
+def of_all_ranks(
+    call: HeadCall, out: RowOutputs, stats: Tensor | None = None, rows: Tensor | None = None
+) -> None:
+    """Logits of entries, and the statistics of `rows` `[D]`, become those of all ranks."""
+    z = out.support_logprobs
+    z.copy_(_summed(call, z, stats, rows))
+
+
+def _summed(call: HeadCall, z: Tensor, stats: Tensor | None, rows: Tensor | None) -> Tensor:
+    """Those logits `z` `[E]`; the statistics are written."""
+    if stats is None or rows is None:
+        none = z.new_zeros(4, 0)
+        return call.shard.sum_logits(RankLogits(z, none[3], none[:3])).entries
+    some = stats[:, rows]
+    whole = call.shard.sum_logits(RankLogits(z, some[3], some[:3]))
+    stats[:, rows] = torch.cat([whole.stats, whole.labels[None]])
+    return whole.entries
+
+
+def some_of_all_ranks(call: HeadCall, z: Tensor, mine: Tensor, stats: Tensor, rows: Tensor) -> None:
+    """As `of_all_ranks`, of the entries `z` `[E]` that are `mine` `[E]` alone."""
+    whole = _summed(call, torch.where(mine, z, 0.0), stats, rows)
+    z.copy_(torch.where(mine, whole, z))
 
 
 def take_stats(call: HeadCall, block: Block, out: RowOutputs, stats: Tensor) -> None:
@@ -107,14 +156,18 @@ class BlockSums:
 
     def add(
         self, call: HeadCall, block: Block, saved: RowOutputs, upstreams: Upstreams, over_v: Tensor
-    ) -> Tensor | None:
-        """Turns the block into its gradient and sends that on. With the last rows of these ids it
-        gives their weight gradient `[B, H]`; None before, and where nothing is left to add."""
+    ) -> Tensor:
+        """Turns the block into its gradient `[R, B]`, and adds that to hidden and bias."""
         dz = to_grads(call, block, self._dtype, saved, upstreams, over_v)
         if self.hidden is not None:
             _add_product(self.hidden[block.run], dz, block.weight)
         if self.bias is not None:
             self.bias[block.ids] += dz.sum(0, dtype=self.bias.dtype)
+        return dz
+
+    def add_to_weight(self, block: Block, dz: Tensor) -> Tensor | None:
+        """Gives, with the last rows of these ids, their weight gradient `[B, H]`; None before, and
+        where nothing is left to add."""
         if not self.needs.weight:
             return None
         if self._writes_at_once(block, dz):
@@ -137,15 +190,12 @@ class BlockSums:
 
 def blocks_to_grads(
     call: HeadCall, saved: RowOutputs, upstreams: Upstreams, over_v: Tensor, sums: BlockSums
-) -> Iterator[tuple[slice, Tensor]]:
-    """Sends every block's gradient to `sums`; gives ids and their weight gradient `[B, H]`, where
-    that is not written yet."""
+) -> Iterator[tuple[Block, Tensor]]:
+    """Every block and its gradient `[R, B]`, which was added to hidden and bias of `sums`."""
     for block in product_blocks(call, call.rows.over_v, wide_in_ids(call)):
         if call.scalars.any_head:
             pick(call, block, None)  # empties the cells of known ids
-        part = sums.add(call, block, saved, upstreams, over_v)
-        if part is not None:
-            yield block.ids, part
+        yield block, sums.add(call, block, saved, upstreams, over_v)
 
 
 # --- REPLAY rows so wide that a matrix product over V is cheaper than gathering ---
@@ -172,7 +222,7 @@ def wide_hidden_grads(call: HeadCall, grads: EntryGrads) -> Tensor:
 
 
 def _row_bytes(call: HeadCall, dtype: torch.dtype) -> int:
-    return dtype.itemsize * len(call.weight)
+    return dtype.itemsize * max(1, len(call.weight))
 
 
 def _rows_of(hidden: Tensor, chosen: Tensor) -> Tensor:

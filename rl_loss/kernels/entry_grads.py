@@ -48,6 +48,8 @@ def _entry_grads_kernel(
     v_tail,  # [N] out
     v_entropy,  # [N] out
     one_temperature,
+    first_id,
+    V,
     PER_ROW: tl.constexpr,
     CHOSEN: tl.constexpr,
     THROUGH_V: tl.constexpr,
@@ -135,7 +137,9 @@ def _entry_grads_kernel(
         if D_ENTROPY:
             dz -= p * (tl.where(p == 0, 0.0, logp) + h) * d_h
         dz *= derivative(logp + norm, inverse, SOFTCAP, SCALE)
-        tl.store(grad + entry, tl.where(read, dz, 0.0), mask=held)
+        # What lies on another rank has its gradient there.
+        own = read & (v >= first_id) & (v < first_id + V)
+        tl.store(grad + entry, tl.where(own, dz, 0.0), mask=held)
         tl.store(rows + entry, row.to(tl.int32), mask=held)
 
 
@@ -195,6 +199,8 @@ def entry_grads(
             out.flags,
             *out.over_v,
             logits.one_temperature,
+            call.shard.first,
+            len(call.weight),
             PER_ROW=logits.temperature is not None,
             CHOSEN=chosen is not None,
             THROUGH_V=out.over_v.shape[1] > 0,

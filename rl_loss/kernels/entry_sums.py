@@ -203,7 +203,7 @@ def entry_sums(
             out, base, base_rows, dense, grad, index, offsets, flags, slots, m,
             h, out.stride(0), *dense.stride(), **flag, R=1, BLOCK_H=block, num_warps=4,
         )  # fmt: skip
-    if most > heavy and len(grad):
+    if m and most > heavy and len(grad):
         grid = triton.cdiv(len(grad), heavy), triton.cdiv(h, _HEAVY_BLOCK["BLOCK_H"])
         _heavy_kernel[grid](
             out, base, base_rows, dense, grad, index, offsets, owners, flags, slots, first_owner,

@@ -4,11 +4,13 @@ A row of the hidden gradient is its entries' sum and what the blocks of logits m
 the weight gradient is its id's entries' sum and the blocks' own product. Each is rounded once.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rl_loss.flat_rows import Needs
 from rl_loss.kernels.blocks import wide_hidden_grads
 from rl_loss.kernels.entry_grads import EntryGrads
 from rl_loss.kernels.entry_sums import EntryList, Extras, entries_by_id, entry_sums
@@ -31,15 +33,17 @@ class SortedEntries(NamedTuple):
     hot: HotIds | None
 
 
-def hidden_sums(call: HeadCall, grads: EntryGrads, base: Tensor | None) -> Tensor:
-    """The hidden gradient `[N, H]`; `base` `[D, H]`: what the blocks made of the rows over V."""
+def _hidden_sums(call: HeadCall, grads: EntryGrads, base: Tensor | None) -> Tensor:
+    """The hidden gradient `[N, H]`, of several ranks this one's part, not rounded; `base` `[D, H]`:
+    what the blocks made of the rows over V."""
     rows, n = call.rows, call.n
-    out = torch.empty_like(call.hidden, memory_format=torch.contiguous_format)
+    dtype = call.hidden.dtype if call.shard.alone else call.dtype  # to be added up
+    out = torch.empty(call.hidden.shape, dtype=dtype, device=call.hidden.device)
     places = None
     if base is not None and len(base) < n:
         places = _places_of(rows.over_v, n)
     wide = len(rows.wide) > 0
-    entries = EntryList(grads.grad, rows.ids, rows.offsets, grads.rows, call.scalars.max_width)
+    entries = EntryList(grads.grad, call.own_ids, rows.offsets, grads.rows, call.scalars.max_width)
     slots = _places_of(rows.wide, n).int() if wide else None
     # A row of four times the mean width would keep its one program busy for too long.
     heavy = max(_HEAVY_ROW, 4 << (len(rows.ids) // max(1, n)).bit_length())
@@ -54,10 +58,29 @@ def hidden_sums(call: HeadCall, grads: EntryGrads, base: Tensor | None) -> Tenso
     return out
 
 
+class HiddenSum:
+    """The hidden gradient, over the ranks of a split vocabulary: started as soon as it can be, so
+    that its way between them is hidden behind the weight's gradient."""
+
+    def __init__(self, call: HeadCall, needs: Needs) -> None:
+        self._call, self._needed = call, needs.hidden
+        self._wait: Callable[[], Tensor] | None = None
+
+    def start(self, grads: EntryGrads, base: Tensor | None) -> None:
+        """Once all that goes into it is there; again changes nothing."""
+        if self._needed and self._wait is None:
+            own = _hidden_sums(self._call, grads, base)
+            self._wait = self._call.shard.sum_hidden(own)
+
+    def result(self) -> Tensor:
+        hidden = self._call.hidden
+        return hidden.new_empty(0) if self._wait is None else self._wait().to(hidden.dtype)
+
+
 def sorted_entries(call: HeadCall, grads: EntryGrads, state: Tensor) -> SortedEntries:
     """Sorts the entries, and multiplies those of the most frequent ids; `state` `[N]` as the
     forward gave it."""
-    ids = call.rows.ids
+    ids = call.own_ids
     bounds = id_bounds(ids, len(call.weight))
     # An id that was drawn twice in a row has two entries for one cell of the product.
     use_hot = use_hot_ids(call) and not call.scalars.any_draws
@@ -68,7 +91,7 @@ def sorted_entries(call: HeadCall, grads: EntryGrads, state: Tensor) -> SortedEn
 def new_weight_grad(call: HeadCall) -> Tensor:
     """`[rows of the weight, H]`: 0 in the padding behind the ids, the rest not written yet."""
     out = torch.empty_like(call.inputs.weight, memory_format=torch.contiguous_format)
-    out[call.scalars.vocab_size :] = 0
+    out[call.shard.rows :] = 0
     return out
 
 

@@ -192,7 +192,7 @@ def use_hot_ids(call: HeadCall) -> bool:
 def hot_product(call: HeadCall, grads: EntryGrads, bounds: Tensor, state: Tensor) -> HotIds:
     """Finds the hot ids by `bounds` `[V + 1]` and computes their rows of the weight gradient;
     `state` `[N]` as the forward gave it."""
-    hidden, grad, rows, ids = call.hidden, grads.grad, grads.rows, call.rows.ids
+    hidden, grad, rows, ids = call.hidden, grads.grad, grads.rows, call.own_ids
     (n, h), v, nnz = hidden.shape, len(bounds) - 1, len(ids)
     bins = torch.zeros(_BINS + 1, dtype=torch.int32, device=ids.device)
     slots = torch.empty(v, dtype=torch.int32, device=ids.device)

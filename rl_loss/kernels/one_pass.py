@@ -13,19 +13,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_loss.csr import REPLAY
-from rl_loss.flat_rows import HeadArguments, Needs, Upstreams, host_rows_over_v
+from rl_loss.flat_rows import HeadArguments, HeadInputs, Needs, Upstreams, host_rows_over_v
 from rl_loss.host import launching_on
 from rl_loss.kernels.blocks import (
     BlockSums,
     all_ids,
     entry_logits,
+    new_stats,
+    of_all_ranks,
     product_blocks,
+    some_of_all_ranks,
     take_stats,
 )
 from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
 from rl_loss.kernels.gradient_sums import (
+    HiddenSum,
     bias_sums,
-    hidden_sums,
     new_weight_grad,
     sorted_entries,
     weight_sums,
@@ -46,17 +49,19 @@ def one_pass(given: HeadArguments, loss: Loss, per_token: dict[str, Tensor | Non
     if active is not None and active.device.type != "cpu" and len(support.plan.over_v):
         active = active.cpu()  # the one sync: which rows are in a chunk
         given = replace(given, active=active)
-    on = given.active_on_device()
+    on, shard = given.active_on_device(), given.shard
     rows, scalars = row_tensors(given, on)
-    call = HeadCall(given.inputs, rows._replace(labels=rows.labels.reshape(-1)), scalars)
+    hidden, weight, bias = given.inputs
     enabled = torch.is_grad_enabled()
-    needs = Needs(*(enabled and t is not None and t.requires_grad for t in call.inputs))
+    needs = Needs(*(enabled and t is not None and t.requires_grad for t in given.inputs))
     values = {name: None if v is None else v.reshape(-1) for name, v in per_token.items()}
     batch = _Batch(support, loss, on.reshape(-1), values, host_rows_over_v(support, active))
-    device = call.hidden.device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False), launching_on(call.hidden):
-        grads = batch.run(call, needs)
-    total = _WithGradients.apply(*call.inputs, batch.total, grads)
+    device = hidden.device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False), launching_on(hidden):
+        inputs = HeadInputs(shard.gather_rows(hidden), weight, bias)
+        rows = rows._replace(labels=rows.labels.reshape(-1))
+        grads = batch.run(HeadCall(inputs, rows, scalars, shard), needs)
+    total = _WithGradients.apply(hidden, weight, bias, batch.total, grads)
     metrics, counts = combine_metrics(batch.metrics)
     return LossOutputs(total, metrics, counts, batch.per_token.reshape(given.labels.shape))
 
@@ -114,6 +119,8 @@ class _Batch:
         self.per_token = call.hidden.new_zeros(n, dtype=call.dtype)
         self.total = self.per_token.new_zeros(())
         out, grads = entry_logits(call), EntryGrads.new(call)
+        if not call.shard.alone:
+            of_all_ranks(call, out)
         normalise(call, out)
         some_over_v = len(self.over_v) > 0
         upstreams = Upstreams(None, None, None)
@@ -124,9 +131,9 @@ class _Batch:
         entry_grads(call, grads, out, upstreams)
         sums = BlockSums(call, needs)
         base = self._chunks(call, out, grads, sums) if some_over_v else None
-        d_hidden = d_weight = d_bias = None
-        if needs.hidden:
-            d_hidden = hidden_sums(call, grads, sums.hidden)
+        d_weight = d_bias = None
+        hidden_sum = HiddenSum(call, needs)
+        hidden_sum.start(grads, sums.hidden)
         if needs.weight or needs.bias:
             entries = sorted_entries(call, grads, out.state)
         del grads  # free for what follows
@@ -138,24 +145,35 @@ class _Batch:
                 weight_sums(call, entries, slice(0, v), base, d_weight[:v])
         if needs.bias and call.inputs.bias is not None:
             d_bias = bias_sums(entries, sums.bias, call.inputs.bias)
-        return d_hidden, d_weight, d_bias
+        return hidden_sum.result() if needs.hidden else None, d_weight, d_bias
 
     def _chunks(
         self, call: HeadCall, out: RowOutputs, grads: EntryGrads, sums: BlockSums
     ) -> Tensor | None:
         """Every row over the vocabulary; the weight's gradient `[V, H]`, in the accumulation
         dtype, if it is needed."""
-        stats, base = call.hidden.new_empty(4, call.n, dtype=call.dtype), None
-        for block in product_blocks(call, call.rows.over_v, all_ids(call, len(self.over_v))):
-            take_stats(call, block, out, stats)
-            normalise(call, out, stats, block.rows)
-            inside = self.over_v[block.run]
+        stats, base = new_stats(call), None
+        shape, n = all_ids(call, len(self.over_v)), len(self.over_v)
+        blocks = product_blocks(call, call.rows.over_v, shape)
+        for start in range(0, n, shape.rows):  # all ranks alike, also one without ids
+            run = slice(start, min(start + shape.rows, n))
+            block, chosen, inside = next(blocks, None), call.rows.over_v[run], self.over_v[run]
             span = self._span(int(inside[0]), int(inside[-1]) + 1)
-            mask = torch.zeros_like(self.on).index_fill_(0, block.rows, True)[span.rows]
-            upstreams = self._slopes(out, span, mask)
-            entry_grads(call, grads, out, upstreams, block.rows)
-            if any(sums.needs):
-                base = sums.add(call, block, out, upstreams, grads.over_v)
+            taken = torch.zeros_like(self.on).index_fill_(0, chosen, True)
+            z = out.support_logprobs[span.entries]
+            if not call.shard.alone:
+                mine = taken[grads.rows[span.entries].long()]
+                z.masked_fill_(mine, 0.0)
+            if block is not None:
+                take_stats(call, block, out, stats)
+            if not call.shard.alone:
+                some_of_all_ranks(call, z, mine, stats, chosen)
+            normalise(call, out, stats, chosen)
+            upstreams = self._slopes(out, span, taken[span.rows])
+            entry_grads(call, grads, out, upstreams, chosen)
+            if block is not None and any(sums.needs):
+                dz = sums.add(call, block, out, upstreams, grads.over_v)
+                base = sums.add_to_weight(block, dz)
         return base
 
     def _span(self, start: int, stop: int) -> _Span:

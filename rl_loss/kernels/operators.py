@@ -12,53 +12,70 @@ from torch.autograd.function import once_differentiable
 
 from rl_loss.flat_rows import HeadArguments, HeadInputs, Needs, Upstreams, next_record
 from rl_loss.host import launching_on
-from rl_loss.kernels.blocks import BlockSums, blocks_to_grads, entry_logits, vocabulary_stats
+from rl_loss.kernels.blocks import (
+    BlockSums,
+    blocks_to_grads,
+    entry_logits,
+    of_all_ranks,
+    vocabulary_stats,
+)
 from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
 from rl_loss.kernels.gradient_sums import (
+    HiddenSum,
     bias_sums,
-    hidden_sums,
     new_weight_grad,
     sorted_entries,
     weight_sums,
 )
 from rl_loss.kernels.records import HeadCall, HeadScalars, RowOutputs, RowTensors, row_tensors
 from rl_loss.kernels.rows import normalise
+from rl_loss.vocab_parallel import whole
 
 
 def kernel_head(given: HeadArguments, on: Tensor) -> tuple[Tensor, ...]:
     """logprobs `[...]`, support_logprobs `[nnz]`, tails `[...]`, entropy `[...]`, valid `[nnz]`
     bool; `on` is `active` on the device. Inactive rows are 0."""
-    return _KernelHead.apply(*given.inputs, *row_tensors(given, on))[:5]
+    return _KernelHead.apply(*given.inputs, *row_tensors(given, on), given.shard)[:5]
 
 
 class _KernelHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, scalars):
-        forward = torch.ops.rl_loss.head_fwd if torch.compiler.is_compiling() else _forward
-        out = forward(hidden, weight, bias, *rows, *scalars)
+    def forward(ctx, hidden, weight, bias, rows, scalars, shard):
+        if torch.compiler.is_compiling():
+            out = torch.ops.rl_loss.head_fwd(hidden, weight, bias, *rows, *scalars)
+        else:
+            hidden = shard.gather_rows(hidden)
+            out = _forward(HeadCall(HeadInputs(hidden, weight, bias), rows, scalars, shard))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[4:])
         ctx.save_for_backward(hidden, weight, bias, *rows, *out)
-        ctx.scalars = scalars
+        ctx.scalars, ctx.shard = scalars, shard
         return tuple(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstreams):
-        upstreams = Upstreams(*upstreams[:4])
+        upstreams, needs = Upstreams(*upstreams[:4]), Needs(*ctx.needs_input_grad[:3])
         if upstreams.none:
-            return (None,) * 5
-        backward = torch.ops.rl_loss.head_bwd if torch.compiler.is_compiling() else _backward
-        needs = ctx.needs_input_grad[:3]
-        grads = backward(*ctx.saved_tensors, *upstreams, *needs, *ctx.scalars)
+            return (None,) * 6
+        if torch.compiler.is_compiling():
+            given = *ctx.saved_tensors, *upstreams, *needs, *ctx.scalars
+            grads = torch.ops.rl_loss.head_bwd(*given)
+        else:
+            saved = iter(ctx.saved_tensors)
+            inputs, rows = next_record(HeadInputs, saved), next_record(RowTensors, saved)
+            call = HeadCall(inputs, rows, ctx.scalars, ctx.shard)
+            grads = _backward(call, next_record(RowOutputs, saved), upstreams, needs)
         grads = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def head_fwd(call: HeadCall) -> RowOutputs:
     """The outputs of all rows."""
     out = entry_logits(call)
     stats = vocabulary_stats(call, out) if len(call.rows.over_v) else None
+    if not call.shard.alone:
+        of_all_ranks(call, out, stats, call.rows.over_v)
     normalise(call, out, stats)
     return out
 
@@ -71,10 +88,12 @@ def head_bwd(
         upstreams = upstreams._replace(entropy=None)
     grads = EntryGrads.new(call)
     entry_grads(call, grads, saved, upstreams)
-    d_hidden, d_weight, d_bias = (call.hidden.new_empty(0) for _ in range(3))
+    none = call.hidden.new_empty(0)
+    d_weight, d_bias = none, none.clone()  # an operator's outputs differ
     over_v, v = len(call.rows.over_v) > 0, len(call.weight)
-    if needs.hidden and not over_v:
-        d_hidden = hidden_sums(call, grads, None)
+    sum_hidden = HiddenSum(call, needs)
+    if not over_v:
+        sum_hidden.start(grads, None)
     if needs.weight or needs.bias:
         entries = sorted_entries(call, grads, saved.state)
     if not over_v:
@@ -85,39 +104,48 @@ def head_bwd(
     alone = d_weight[:v] if needs.weight and not len(call.rows.ids) else None
     sums = BlockSums(call, needs, alone)
     if over_v:
-        for ids, part in blocks_to_grads(call, saved, upstreams, grads.over_v, sums):
-            weight_sums(call, entries, ids, part, d_weight[ids])
-        if needs.hidden:
-            d_hidden = hidden_sums(call, grads, sums.hidden)
+        for block, dz in blocks_to_grads(call, saved, upstreams, grads.over_v, sums):
+            if block.last and block.ids.stop == v:
+                sum_hidden.start(grads, sums.hidden)
+            part = sums.add_to_weight(block, dz)
+            if part is not None:
+                weight_sums(call, entries, block.ids, part, d_weight[block.ids])
+        sum_hidden.start(grads, sums.hidden)  # where there was no block
     elif needs.weight:
         weight_sums(call, entries, slice(0, v), None, d_weight[:v])
     if call.inputs.bias is not None and needs.bias:
         d_bias = bias_sums(entries, sums.bias, call.inputs.bias)
-    return d_hidden, d_weight, d_bias
+    return sum_hidden.result(), d_weight, d_bias
 
 
 # --- the two operators ---
 
 
-def _forward(*args: Any) -> tuple[Tensor, ...]:
-    given = iter(args)
-    call = HeadCall(
-        next_record(HeadInputs, given),
-        next_record(RowTensors, given),
-        next_record(HeadScalars, given),
-    )
+def _forward(call: HeadCall) -> tuple[Tensor, ...]:
     with launching_on(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
         return tuple(head_fwd(call))
 
 
-def _backward(*args: Any) -> tuple[Tensor, ...]:
+def _backward(
+    call: HeadCall, saved: RowOutputs, upstreams: Upstreams, needs: Needs
+) -> tuple[Tensor, ...]:
+    with launching_on(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
+        return head_bwd(call, saved, upstreams, needs)
+
+
+def _forward_op(*args: Any) -> tuple[Tensor, ...]:
+    given = iter(args)
+    inputs, rows, scalars = (next_record(r, given) for r in (HeadInputs, RowTensors, HeadScalars))
+    return _forward(HeadCall(inputs, rows, scalars, whole(scalars.vocab_size)))
+
+
+def _backward_op(*args: Any) -> tuple[Tensor, ...]:
     given = iter(args)
     inputs, rows = next_record(HeadInputs, given), next_record(RowTensors, given)
     saved, upstreams = next_record(RowOutputs, given), next_record(Upstreams, given)
     needs, scalars = next_record(Needs, given), next_record(HeadScalars, given)
-    call = HeadCall(inputs, rows, scalars)
-    with launching_on(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
-        return head_bwd(call, saved, upstreams, needs)
+    call = HeadCall(inputs, rows, scalars, whole(scalars.vocab_size))
+    return _backward(call, saved, upstreams, needs)
 
 
 def _schema(returns: int, *parts: type) -> str:
@@ -135,13 +163,13 @@ def _schema(returns: int, *parts: type) -> str:
 
 _head_fwd = torch.library.custom_op(
     "rl_loss::head_fwd",
-    _forward,
+    _forward_op,
     mutates_args=(),
     schema=_schema(len(RowOutputs._fields), HeadInputs, RowTensors, HeadScalars),
 )
 _head_bwd = torch.library.custom_op(
     "rl_loss::head_bwd",
-    _backward,
+    _backward_op,
     mutates_args=(),
     schema=_schema(3, HeadInputs, RowTensors, RowOutputs, Upstreams, Needs, HeadScalars),
 )

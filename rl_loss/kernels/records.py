@@ -13,6 +13,7 @@ from rl_loss.flat_rows import HeadArguments, HeadInputs, rows_over_v
 from rl_loss.plan import HeadPlan
 from rl_loss.support import Support
 from rl_loss.validation import check_recorded
+from rl_loss.vocab_parallel import Shard
 
 ACC_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -94,7 +95,7 @@ class RowOutputs(NamedTuple):
 class Logit(NamedTuple):
     """How raw products become logits, as every kernel that makes them is told."""
 
-    bias: Tensor | None  # [V]
+    bias: Tensor | None  # [V] as `HeadCall.weight`
     temperature: Tensor | None  # [N]
     one_temperature: float  # where all rows have one
     flags: dict[str, object]
@@ -104,9 +105,10 @@ class Logit(NamedTuple):
 class HeadCall:
     """One call of a head: what every launch of it reads."""
 
-    inputs: HeadInputs  # whole, padding of the vocabulary included
+    inputs: HeadInputs  # of this rank, padding of the vocabulary included
     rows: RowTensors
     scalars: HeadScalars
+    shard: Shard
 
     @cached_property
     def n(self) -> int:
@@ -123,8 +125,13 @@ class HeadCall:
 
     @cached_property
     def weight(self) -> Tensor:
-        """`[V, H]`, the rows that are ids."""
-        return self.inputs.cut(self.scalars.vocab_size).weight
+        """`[V, H]`, the rows that are ids; on a rank of several, its own."""
+        return self.inputs.cut(self.shard.rows).weight
+
+    @cached_property
+    def own_ids(self) -> Tensor:
+        """The row of `weight` of each entry `[nnz]`; outside it where that is another rank's."""
+        return self.shard.local(self.rows.ids)
 
     @cached_property
     def logit(self) -> Logit:
@@ -132,7 +139,7 @@ class HeadCall:
         if self.dtype == torch.float64 and temperature is None:
             # A scalar argument of a kernel is float32.
             temperature = self.hidden.new_full((self.n,), s.temperature, dtype=self.dtype)
-        bias = self.inputs.cut(s.vocab_size).bias
+        bias = self.inputs.cut(self.shard.rows).bias
         bias = None if bias is None else bias.contiguous()
         flags = {
             "HAS_BIAS": bias is not None,

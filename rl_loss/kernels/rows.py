@@ -275,7 +275,7 @@ def gathered_logits(call: HeadCall, z: Tensor) -> None:
             hidden,
             weight,
             logits.bias,
-            rows.ids,
+            call.own_ids,
             rows.offsets,
             rows.tiles,
             call.byte_flags()[0],
