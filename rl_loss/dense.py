@@ -71,7 +71,7 @@ def dense_logits(
         total[chunk] = e.sum(-1)
         if want_entropy:
             moment[chunk] = (e * torch.where(z == -torch.inf, 0.0, z)).sum(-1)
-    own = RankLogits(z_entries, label_z, torch.stack([top, total, moment]))
+    own = RankLogits(z_entries, label_z, torch.stack([top, total, moment]), new(0))
     return DenseLogits(chosen, entries, place, own)
 
 

@@ -32,7 +32,7 @@ from rl_loss.gathered import (
 from rl_loss.logits import LogitTransform
 from rl_loss.reference import reference_lm_head, whole_inputs
 from rl_loss.support import Support
-from rl_loss.vocab_parallel import RankLogits, Shard
+from rl_loss.vocab_parallel import RankLogits, Shard, fingerprint
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def plain_fwd(inputs: HeadInputs, rows: FlatRows, options: _Options) -> tuple[Ou
     if entropy == "full":  # the replayed rows over V, without their entries
         sources.append(rows.without_entries())
         logits.append(dense_logits(inputs, sources[1], rows.replayed(), transform, True, shard))
-    z, *wholes = _of_all_ranks(shard, z, [part.own for part in logits])
+    z, *wholes = _of_all_ranks(shard, z, [part.own for part in logits], rows)
     gathered = gathered_fwd(z, rows, replayed, entropy == "support")
     dense, *more = (
         dense_fwd(part, source, whole, want)
@@ -352,7 +352,7 @@ def plain_fwd(inputs: HeadInputs, rows: FlatRows, options: _Options) -> tuple[Ou
     return outputs, _Saved(gathered, dense, full)
 
 
-def _of_all_ranks(shard: Shard, z: Tensor, parts: list[RankLogits]) -> list[Any]:
+def _of_all_ranks(shard: Shard, z: Tensor, parts: list[RankLogits], rows: FlatRows) -> list[Any]:
     """Logits of entries `[E]`, and each part, as all ranks together have them: one sum."""
     if shard.alone:
         return [z, *parts]
@@ -361,12 +361,13 @@ def _of_all_ranks(shard: Shard, z: Tensor, parts: list[RankLogits]) -> list[Any]
             torch.cat([z, *(part.entries for part in parts)]),
             torch.cat([part.labels for part in parts]),
             torch.cat([part.stats for part in parts], 1),
+            fingerprint(rows.labels, rows.ids, z.dtype),
         )
     )
     z, *entries = whole.entries.split([len(z), *(len(part.entries) for part in parts)])
     sizes = [len(part.labels) for part in parts]
     columns = zip(entries, whole.labels.split(sizes), whole.stats.split(sizes, 1), strict=True)
-    return [z, *(RankLogits(*column) for column in columns)]
+    return [z, *(RankLogits(*column, whole.batch) for column in columns)]
 
 
 def _tail_of_one(rows: FlatRows, single: Tensor, dtype: torch.dtype) -> Tensor:

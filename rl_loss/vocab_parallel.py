@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_loss.host import host_sees
+
 # The same calls under the names that torch gave them later.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -29,6 +31,7 @@ class RankLogits(NamedTuple):
     labels: Tensor  # [D] of the labels of the rows over the vocabulary
     stats: Tensor  # [3, D] of these rows: maximum, sum of exp(z - maximum), and of that times
     # (z - maximum), over the ids of which the rank has any part
+    batch: Tensor  # [B] what all ranks must have alike, see `fingerprint`
 
 
 @dataclass(frozen=True)
@@ -71,21 +74,37 @@ class Shard:
         return whole
 
     def sum_logits(self, own: RankLogits) -> RankLogits:
-        """The logits of all ranks: one sum, in which each rank's statistics have a column."""
+        """The logits of all ranks: one sum, in which each rank's statistics have a column.
+
+        Raises:
+            ValueError: ranks whose labels or supports differ; on a GPU all becomes NaN.
+        """
         if self.alone:
             return own
-        e, d, ranks = len(own.entries), len(own.labels), self.ranks
-        buffer = own.entries.new_zeros(e + d + 3 * d * ranks)
-        columns = buffer[e + d :].view(ranks, 3, d)
-        buffer[:e], buffer[e : e + d] = own.entries, own.labels
-        columns[dist.get_rank(self.group)] = own.stats
+        rank, ranks = dist.get_rank(self.group), self.ranks
+        e, d, b = len(own.entries), len(own.labels), len(own.batch)
+        buffer = own.entries.new_zeros(e + d + (3 * d + b) * ranks)
+        entries, labels, stats, batch = buffer.split([e, d, 3 * d * ranks, b * ranks])
+        columns, batch = stats.view(ranks, 3, d), batch.view(ranks, b)
+        entries.copy_(own.entries)
+        labels.copy_(own.labels)
+        columns[rank], batch[rank] = own.stats, own.batch
         dist.all_reduce(buffer, group=self.group)
+        differ = (batch != batch[:1]).any()
+        if host_sees(buffer.device):
+            if differ:
+                raise ValueError(
+                    "labels and support must be the same on every rank of process_group: whole "
+                    "rows, of which each rank's weight has its own ids"
+                )
+        else:
+            buffer += torch.where(differ, torch.nan, 0.0)
         top, total, moment = columns.unbind(1)  # [ranks, D] each
         highest = top.amax(0)
         shift = torch.where(highest == -torch.inf, 0.0, highest)
         shrink, below = (top - shift).exp(), torch.where(total == 0, 0.0, top - shift)
         stats = highest, (shrink * total).sum(0), (shrink * (moment + total * below)).sum(0)
-        return RankLogits(buffer[:e], buffer[e : e + d], torch.stack(stats))
+        return RankLogits(entries, labels, torch.stack(stats), own.batch)
 
     # --- backward ---
 
@@ -100,6 +119,15 @@ class Shard:
         part = own.new_empty(len(own) // self.ranks, own.shape[1])
         work = _reduce_scatter(part, own, group=self.group, async_op=True)
         return _after(work, part)
+
+
+def fingerprint(labels: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[2]` small integers that hardly two batches have alike: of the labels, and of the ids."""
+    sums = []
+    for values in (labels.reshape(-1), ids):
+        place = torch.arange(len(values), device=values.device) % 1021 + 1
+        sums.append((values * place).sum() % 1048573)  # a prime that float32 holds
+    return torch.stack(sums).to(dtype)
 
 
 def _after(work: Any, result: Tensor) -> Callable[[], Tensor]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from factory import ALL_KINDS, outputs, random_batch, relative_error, weighted_sum
 from ranks import alike_on_all, on_gpus, rank_device, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rl_loss import (
     LossInputs,
@@ -210,6 +210,68 @@ def all_cases(rank: int, impl: str) -> None:
                     check_one_pass(case, rank, impl, loss)
         except Exception as error:
             raise AssertionError(f"{name}, impl {impl}") from error
+
+
+def other_batches(rank: int, impl: str) -> None:
+    """Ranks that were given other labels, or other ids: an error on every one, or NaN."""
+    device = rank_device(rank)
+    for what in ("labels", "ids"):
+        batch = make(Case(), device)
+        if rank == 1 and what == "labels":
+            batch.labels[1] = (batch.labels[1] + 1) % 31  # of a row without a support
+        if rank == 1 and what == "ids":
+            ids = batch.support.ids.clone()
+            at = int(batch.support.host.offsets[2])  # of a HEAD row
+            held = ids[at : int(batch.support.host.offsets[3])].tolist()
+            ids[at] = next(v for v in range(31) if v not in held)
+            batch.support = batch.support.replace(ids=ids)
+        weight, _ = cut(batch.weight, "padded", rank, dist.get_world_size())
+        given = batch.hidden, weight, batch.labels, batch.support
+        options = {"process_group": dist.group.WORLD, "vocab_size": 31, "impl": impl}
+        if device.type == "cpu":
+            with pytest.raises(ValueError, match="labels and support must be the same on every"):
+                fused_lm_head(*given, **options)
+        else:
+            assert fused_lm_head(*given, **options).logprobs.isnan().all()
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_ranks_with_other_labels_or_supports(impl):
+    interpreted = impl == "triton" and not on_gpus(2)
+    if interpreted:
+        pytest.importorskip("triton")
+    run_ranks(other_batches, 2, impl, interpreted=interpreted)
+
+
+def refusals(rank: int) -> None:
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    batch = make(Case(), torch.device("cpu"))
+    weight, _ = cut(batch.weight, "padded", rank, ranks)
+    given = batch.hidden, weight, batch.labels, batch.support
+    for options, message in (
+        ({"process_group": "tp"}, "process_group must be a ProcessGroup, got str"),
+        ({"process_group": group, "vocab_size": 33}, "vocab_size must be at most the weight's 32"),
+        ({"sequence_parallel": True}, "sequence_parallel needs a process_group"),
+        (
+            {"process_group": group, "sequence_parallel": True},
+            r"labels must be \(26,\) as hidden, got \(13,\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_lm_head(*given, **options)
+    whole, _ = cut(batch.weight, "dtensor", rank, ranks)
+    with pytest.raises(ValueError, match="weight must not be a sharded DTensor"):
+        fused_lm_head(batch.hidden, whole, batch.labels, batch.support)
+    alone = dist.new_group([0]), dist.new_group([1])
+    with pytest.raises(ValueError, match="weight must be cut by its rows over process_group"):
+        fused_lm_head(batch.hidden, whole, batch.labels, batch.support, process_group=alone[rank])
+    columns = distribute_tensor(batch.weight, whole.device_mesh, [Shard(1)])
+    with pytest.raises(ValueError, match="weight must be cut by its rows over process_group"):
+        fused_lm_head(batch.hidden, columns, batch.labels, batch.support, process_group=group)
+
+
+def test_what_cannot_be_split_is_refused():
+    run_ranks(refusals, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
