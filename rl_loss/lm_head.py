@@ -110,15 +110,25 @@ def fused_lm_head(
         vocab_size: the number of ids V where `weight` has more rows than that: padding to a
             multiple of a tile or of the ranks. The rows behind it have no mass and no gradient,
             whatever they hold, and no id or label may be among them. None: every row is an id.
-        process_group: the group over which `weight` is split by vocabulary: not supported yet,
-            and refused.
+        process_group: the group over whose ranks the vocabulary is split. `weight` (and `bias`) is
+            then this rank's part: as many consecutive rows as every rank has, in the order of the
+            ranks, those behind `vocab_size` being padding; or a DTensor cut by its rows over that
+            very group, as torch cuts it. All else is whole and the same on every rank, and so are
+            the outputs, bit for bit; gradients of `hidden` are summed over the ranks, those of
+            `weight` and `bias` stay where their rows are. One sum over the ranks in the forward
+            and one in the backward, whatever the rows. Numbers of rows or entries that differ
+            between ranks cannot be told before that sum, whose sizes then do not fit.
+        sequence_parallel: `hidden` holds this rank's rows alone, `[N / ranks, ...]` along its
+            first dimension, in the order of the ranks: gathered in the forward, and kept for the
+            backward; their gradient is summed and scattered.
 
     Returns:
         LMHeadOutput. The gradient keeps the dtype of each input, is accumulated in float32 (or
         float64), and is rounded once.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit; a sharded `weight`; on CPU tensors
+        ValueError: a shape, dtype or device that does not fit; a `weight` sharded in another way;
+            labels or supports that differ between ranks (NaN on a GPU); on CPU tensors
             also a label outside the vocabulary or its REPLAY row, an id outside the vocabulary, a
             temperature that is not above 0; and wherever the host can see it an active row that
             the sampler failed to record or left empty. On a GPU such a row is NaN throughout.
