@@ -35,6 +35,8 @@ class HeadInputs(NamedTuple):
 
     def cut(self, vocab_size: int) -> "HeadInputs":
         """Without the rows of the weight that are padding (views)."""
+        if vocab_size == len(self.weight):
+            return self
         bias = None if self.bias is None else self.bias[:vocab_size]
         return HeadInputs(self.hidden, self.weight[:vocab_size], bias)
 

@@ -275,7 +275,7 @@ def pick(
         parts = 1 if take_out else triton.cdiv(width, 2048)
         entries = min(512, max(32, width))
         _pick_kernel[(len(block.rows), parts)](
-            raw, block.rows, rows.labels, rows.ids, call.byte_flags()[1], rows.offsets, rows.kind,
+            raw, block.rows, rows.labels, rows.ids, call.known, rows.offsets, rows.kind,
             block.bias, logits.temperature, z, label_z, logits.one_temperature, block.first,
             raw.shape[1], raw.stride(0),
             LABEL=label_z is not None, ENTRIES=z is not None, TAKE_OUT=take_out, BLOCK=entries,

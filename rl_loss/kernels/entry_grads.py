@@ -180,7 +180,7 @@ def entry_grads(
         _entry_grads_kernel[(n,)](
             saved.support_logprobs,
             rows.ids,
-            call.byte_flags()[1],
+            call.known,
             rows.offsets,
             rows.kind,
             rows.labels,

@@ -91,7 +91,8 @@ def sorted_entries(call: HeadCall, grads: EntryGrads, state: Tensor) -> SortedEn
 def new_weight_grad(call: HeadCall) -> Tensor:
     """`[rows of the weight, H]`: 0 in the padding behind the ids, the rest not written yet."""
     out = torch.empty_like(call.inputs.weight, memory_format=torch.contiguous_format)
-    out[call.shard.rows :] = 0
+    if call.shard.rows < len(out):
+        out[call.shard.rows :] = 0
     return out
 
 

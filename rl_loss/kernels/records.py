@@ -151,11 +151,16 @@ class HeadCall:
         }
         return Logit(bias, temperature, s.temperature, flags)
 
-    def byte_flags(self) -> tuple[Tensor | None, Tensor]:
-        """`active` and `known` as kernels load them."""
+    @cached_property
+    def active(self) -> Tensor | None:
+        """`[N]` uint8, as kernels load it."""
         active = self.rows.active
-        active = None if active is None else active.view(torch.uint8)
-        return active, self.rows.known.view(torch.uint8)
+        return None if active is None else active.view(torch.uint8)
+
+    @cached_property
+    def known(self) -> Tensor:
+        """`[nnz]` uint8, as kernels load it."""
+        return self.rows.known.view(torch.uint8)
 
 
 def row_tensors(given: HeadArguments, on: Tensor) -> tuple[RowTensors, HeadScalars]:

@@ -278,7 +278,7 @@ def gathered_logits(call: HeadCall, z: Tensor) -> None:
             call.own_ids,
             rows.offsets,
             rows.tiles,
-            call.byte_flags()[0],
+            call.active,
             logits.temperature,
             z,
             logits.one_temperature,
@@ -302,7 +302,7 @@ def normalise(
 ) -> None:
     """Turns the logits in `out.support_logprobs` to all outputs: one launch."""
     rows, logits = call.rows, call.logit
-    active, known = call.byte_flags()
+    active, known = call.active, call.known
     n = call.n if chosen is None else len(chosen)
     if n:
         _rows_kernel[(n,)](
