@@ -9,7 +9,8 @@ The rooms, from the ground up; each imports from its own line and those above it
       validation support alignment        rows
     loss/                               the losses, of tensors alone: weighting rows centering
                                           sampler_kl metrics inputs losses
-    logits flat_rows                    what a logit is; what a head is given, row by row
+    logits vocab_parallel flat_rows     what a logit is; the vocabulary split over ranks; what a
+                                          head is given, row by row
     reference gathered dense            the head without kernels: its definition, and on the CPU
     kernels/                            the head and the capture on a GPU: all that needs triton
     capture capture_stream              the sampler's side: evidence recorded, and brought home
