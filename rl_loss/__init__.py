@@ -7,14 +7,17 @@ The rooms, from the ground up; each imports from its own line and those above it
     packing row_parsing                 the sampler's evidence: its wire format, its rows, what
       engine_lists engines                engines list and answer, its rules, `Support`, aligned
       validation support alignment        rows
-    loss/                               the losses, of tensors alone: inputs rows weighting
-                                          centering sampler_kl metrics losses
-    logits flat_rows                    what a logit is; what a head is given, row by row
+    loss/                               the losses, of tensors alone: weighting rows centering
+                                          sampler_kl metrics inputs losses
+    logits vocab_parallel flat_rows     what a logit is; the vocabulary split over ranks; what a
+                                          head is given, row by row
     reference gathered dense            the head without kernels: its definition, and on the CPU
     kernels/                            the head and the capture on a GPU: all that needs triton
     capture capture_stream              the sampler's side: evidence recorded, and brought home
     lm_head one_pass                    the doors: the head, and head and loss together
     integrations/                       bridges to other libraries, loaded when used
+
+(`metrics` is the old address of `combine_metrics`.)
 """
 
 from rl_loss.alignment import AlignedRows, aligned_rows
