@@ -132,7 +132,10 @@ def check_head(case: Case, rank: int, impl: str) -> None:
         sequence_parallel=case.sequence_parallel, **{**options, "bias": own_bias},
     )  # fmt: skip
     assert torch.equal(got.support_valid, expected.support_valid)
-    alike_on_all(*outputs(got))
+    # On a GPU the reference adds up by atomics, in an order of its own on every rank.
+    bitwise = impl != "reference" or device.type == "cpu"
+    if bitwise:
+        alike_on_all(*outputs(got))
     for value, wanted in zip(outputs(got), outputs(expected), strict=True):
         finite = ~wanted.isneginf()
         assert torch.equal(value.isneginf(), ~finite)
@@ -143,7 +146,7 @@ def check_head(case: Case, rank: int, impl: str) -> None:
         wanted = whole.hidden.grad
         wanted = wanted.chunk(ranks)[rank] if case.sequence_parallel else wanted
         assert near(hidden.grad, wanted, whole.hidden.grad)
-        if not case.sequence_parallel:
+        if bitwise and not case.sequence_parallel:
             alike_on_all(hidden.grad)
     for name, leaf in (("weight", weight), ("bias", own_bias)):
         if leaf is None or case.frozen == name:
@@ -184,7 +187,8 @@ def check_one_pass(case: Case, rank: int, impl: str, loss) -> None:
         process_group=dist.group.WORLD, vocab_size=case.v if case.cut == "padded" else None,
         sequence_parallel=case.sequence_parallel, **values,
     )  # fmt: skip
-    alike_on_all(got.loss, got.per_token_loss, *got.metrics.values())
+    if impl != "reference" or device.type == "cpu":
+        alike_on_all(got.loss, got.per_token_loss, *got.metrics.values())
     assert (got.loss - expected.loss).abs() < EXACT * (1 + expected.loss.abs())
     for name, value in expected.metrics.items():
         assert (got.metrics[name] - value).abs() < 1e-4 * (1 + value.abs()), name
@@ -232,7 +236,9 @@ def other_batches(rank: int, impl: str) -> None:
             with pytest.raises(ValueError, match="labels and support must be the same on every"):
                 fused_lm_head(*given, **options)
         else:
-            assert fused_lm_head(*given, **options).logprobs.isnan().all()
+            several = batch.support.offsets.diff() > 1  # log p of one id is 0 whatever its logit
+            lost = several | (batch.support.kind != RowKind.REPLAY)
+            assert torch.equal(fused_lm_head(*given, **options).logprobs.isnan(), lost)
 
 
 @pytest.mark.parametrize("impl", ["auto", "triton"])
@@ -245,7 +251,7 @@ def test_ranks_with_other_labels_or_supports(impl):
 
 def refusals(rank: int) -> None:
     group, ranks = dist.group.WORLD, dist.get_world_size()
-    batch = make(Case(), torch.device("cpu"))
+    batch = make(Case(), rank_device(rank))
     weight, _ = cut(batch.weight, "padded", rank, ranks)
     given = batch.hidden, weight, batch.labels, batch.support
     for options, message in (
