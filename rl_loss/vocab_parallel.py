@@ -21,6 +21,7 @@ from rl_loss.host import host_sees
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+PRIME = 1048573  # what a fingerprint is taken by: its remainders are float32 numbers
 _NOWHERE = 2**31 - 1  # the local number of an id of another rank
 
 
@@ -99,6 +100,8 @@ class Shard:
                 )
         else:
             buffer += torch.where(differ, torch.nan, 0.0)
+        if not d:
+            return RankLogits(entries, labels, own.stats, own.batch)
         top, total, moment = columns.unbind(1)  # [ranks, D] each
         highest = top.amax(0)
         shift = torch.where(highest == -torch.inf, 0.0, highest)
@@ -126,7 +129,7 @@ def fingerprint(labels: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
     sums = []
     for values in (labels.reshape(-1), ids):
         place = torch.arange(len(values), device=values.device) % 1021 + 1
-        sums.append((values * place).sum() % 1048573)  # a prime that float32 holds
+        sums.append((values * place).sum() % PRIME)
     return torch.stack(sums).to(dtype)
 
 

@@ -20,7 +20,7 @@ from rl_loss.kernels.entry_grads import EntryGrads
 from rl_loss.kernels.records import HeadCall, RowOutputs
 from rl_loss.kernels.rows import gathered_logits
 from rl_loss.logits import accumulation_dtype
-from rl_loss.vocab_parallel import RankLogits, fingerprint
+from rl_loss.vocab_parallel import RankLogits
 
 # Fewer ids a block, and the matrix products lose more than the memory is worth.
 _LEAST_IDS = 2048
@@ -123,7 +123,8 @@ def _summed(call: HeadCall, z: Tensor, stats: Tensor | None, rows: Tensor | None
     if stats is None or rows is None:
         stats, rows = z.new_zeros(4, 0), z.new_zeros(0, dtype=torch.int64)
     some = stats[:, rows]
-    batch = fingerprint(call.rows.labels, call.rows.ids, z.dtype)
+    assert call.own is not None
+    batch = call.own.batch.to(z.dtype)
     whole = call.shard.sum_logits(RankLogits(z, some[3], some[:3], batch))
     stats[:, rows] = torch.cat([whole.stats, whole.labels[None]])
     return whole.entries

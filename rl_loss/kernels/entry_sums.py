@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernels.records import ACC_TYPES
+from rl_loss.kernels.records import ACC_TYPES, OwnEntries
 
 # Output rows of more entries go to narrow blocks of columns, many programs a row.
 HEAVY = 1024
@@ -22,7 +22,9 @@ _HEAVY_BLOCK = {"BLOCK_H": 32, "R": 128}
 
 @triton.jit
 def _sum_entries(
-    out, base, base_rows, dense, grad, index, flags, o, start, end, columns, H, so, sd0, sd1,
+    out, base, base_rows, dense, grad, index, within, flags, o, start, end, columns,
+    H, so, sd0, sd1,
+    HAS_OWN: tl.constexpr,
     HAS_BASE: tl.constexpr,
     HAS_BASE_ROWS: tl.constexpr,
     HAS_FLAGS: tl.constexpr,
@@ -35,6 +37,8 @@ def _sum_entries(
     for first in range(start, end, R):
         entry = first + tl.arange(0, R)
         held = entry < end
+        if HAS_OWN:
+            entry = start + tl.load(within + entry, mask=held, other=0)
         g = tl.load(grad + entry, mask=held, other=0.0)
         j = tl.load(index + entry, mask=held, other=0).to(tl.int64)
         x = tl.load(
@@ -63,6 +67,8 @@ def _light_kernel(
     grad,  # [nnz]
     index,  # [nnz] int32, the row of dense
     offsets,  # [M + 1]
+    within,  # [nnz] int32 the entries that count, see `OwnEntries`; None: all
+    counts,  # [M] int32
     flags,  # [M] uint8: 1 makes a row NaN
     slots,  # [M] int32: rows with a slot are left out
     M,
@@ -70,6 +76,7 @@ def _light_kernel(
     so,
     sd0,
     sd1,
+    HAS_OWN: tl.constexpr,
     HAS_BASE: tl.constexpr,
     HAS_BASE_ROWS: tl.constexpr,
     HAS_FLAGS: tl.constexpr,
@@ -85,12 +92,14 @@ def _light_kernel(
         o = at + tl.zeros([], dtype=tl.int64)
         start, end = tl.load(offsets + o).to(tl.int64), tl.load(offsets + o + 1).to(tl.int64)
         mine = end - start <= HEAVY
+        if HAS_OWN:
+            end = start + tl.load(counts + o)
         if HAS_SLOTS:
             mine = mine & (tl.load(slots + o) < 0)
         if mine:
             _sum_entries(
-                out, base, base_rows, dense, grad, index, flags, o, start, end, columns, H,
-                so, sd0, sd1, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, R, BLOCK_H, ACC,
+                out, base, base_rows, dense, grad, index, within, flags, o, start, end, columns,
+                H, so, sd0, sd1, HAS_OWN, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, R, BLOCK_H, ACC,
             )  # fmt: skip
 
 
@@ -103,6 +112,8 @@ def _heavy_kernel(
     grad,
     index,
     offsets,
+    within,
+    counts,
     owners,  # [nnz] int32, the output row of each entry, or a number that is none
     flags,
     slots,
@@ -112,6 +123,7 @@ def _heavy_kernel(
     so,
     sd0,
     sd1,
+    HAS_OWN: tl.constexpr,
     HAS_BASE: tl.constexpr,
     HAS_BASE_ROWS: tl.constexpr,
     HAS_FLAGS: tl.constexpr,
@@ -132,13 +144,15 @@ def _heavy_kernel(
     o = tl.where(exists, o, 0)
     start, end = tl.load(offsets + o).to(tl.int64), tl.load(offsets + o + 1).to(tl.int64)
     mine = exists & (end - start > HEAVY) & (at >= start) & (at - start < HEAVY)
+    if HAS_OWN:
+        end = start + tl.load(counts + o)
     if HAS_SLOTS:
         mine = mine & (tl.load(slots + o) < 0)
     if mine:
         columns = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         _sum_entries(
-            out, base, base_rows, dense, grad, index, flags, o, start, end, columns, H,
-            so, sd0, sd1, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, R, BLOCK_H, ACC,
+            out, base, base_rows, dense, grad, index, within, flags, o, start, end, columns,
+            H, so, sd0, sd1, HAS_OWN, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, R, BLOCK_H, ACC,
         )  # fmt: skip
 
 
@@ -177,6 +191,7 @@ class Extras(NamedTuple):
     base: Tensor | None = None  # [D, H] in the accumulation dtype: added before the rounding
     base_rows: Tensor | None = None  # [M] int64 the row of base, -1: none; None: the same
     flags: Tensor | None = None  # [M] uint8: 1 makes a row NaN
+    own: OwnEntries | None = None  # the entries that count, of an output row each; None: all
     slots: Tensor | None = None  # [M] int32: rows with a slot (not -1) are left out
 
 
@@ -192,22 +207,24 @@ def entry_sums(
     """Writes the sums, rounded once to `out`'s dtype: a launch, two where a row may be heavy."""
     m, h = out.shape
     grad, index, offsets, owners, most, first_owner = entries
-    base, base_rows, flags, slots = extras
+    base, base_rows, flags, some, slots = extras
+    own = (None, None) if some is None else some[:2]
     heavy = HEAVY if heavy is None else heavy
     flag: dict[str, Any] = {"HAS_BASE": base is not None, "HAS_FLAGS": flags is not None}
-    flag |= {"HAS_BASE_ROWS": base_rows is not None, "HAS_SLOTS": slots is not None}
+    flag |= {"HAS_OWN": some is not None, "HAS_BASE_ROWS": base_rows is not None}
+    flag |= {"HAS_SLOTS": slots is not None}
     flag |= {"HEAVY": heavy, "ACC": ACC_TYPES[grad.dtype]}
     if m:
         block = min(max(triton.next_power_of_2(h), 16), 1024)
         _light_kernel[(min(m, programs or m), triton.cdiv(h, block))](
-            out, base, base_rows, dense, grad, index, offsets, flags, slots, m,
-            h, out.stride(0), *dense.stride(), **flag, R=1, BLOCK_H=block, num_warps=4,
+            out, base, base_rows, dense, grad, index, offsets, *own, flags, slots,
+            m, h, out.stride(0), *dense.stride(), **flag, R=1, BLOCK_H=block, num_warps=4,
         )  # fmt: skip
     if m and most > heavy and len(grad):
         grid = triton.cdiv(len(grad), heavy), triton.cdiv(h, _HEAVY_BLOCK["BLOCK_H"])
         _heavy_kernel[grid](
-            out, base, base_rows, dense, grad, index, offsets, owners, flags, slots, first_owner,
-            m, h, out.stride(0), *dense.stride(), **flag, **_HEAVY_BLOCK, num_warps=4,
+            out, base, base_rows, dense, grad, index, offsets, *own, owners, flags, slots,
+            first_owner, m, h, out.stride(0), *dense.stride(), **flag, **_HEAVY_BLOCK, num_warps=4,
         )  # fmt: skip
 
 

@@ -47,7 +47,9 @@ def _hidden_sums(call: HeadCall, grads: EntryGrads, base: Tensor | None) -> Tens
     slots = _places_of(rows.wide, n).int() if wide else None
     # A row of four times the mean width would keep its one program busy for too long.
     heavy = max(_HEAVY_ROW, 4 << (len(rows.ids) // max(1, n)).bit_length())
-    entry_sums(call.weight, entries, out, Extras(base, places, grads.flags, slots), heavy=heavy)
+    entry_sums(
+        call.weight, entries, out, Extras(base, places, grads.flags, call.own, slots), heavy=heavy
+    )
     if wide:
         made = wide_hidden_grads(call, grads)
         if base is not None:

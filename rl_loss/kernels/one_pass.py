@@ -33,6 +33,7 @@ from rl_loss.kernels.gradient_sums import (
     sorted_entries,
     weight_sums,
 )
+from rl_loss.kernels.own_entries import own_entries
 from rl_loss.kernels.records import HeadCall, RowOutputs, row_tensors
 from rl_loss.kernels.rows import normalise
 from rl_loss.loss.inputs import LossInputs, LossOutputs
@@ -60,7 +61,8 @@ def one_pass(given: HeadArguments, loss: Loss, per_token: dict[str, Tensor | Non
     with torch.no_grad(), torch.autocast(device, enabled=False), launching_on(hidden):
         inputs = HeadInputs(shard.gather_rows(hidden), weight, bias)
         rows = rows._replace(labels=rows.labels.reshape(-1))
-        grads = batch.run(HeadCall(inputs, rows, scalars, shard), needs)
+        call = HeadCall(inputs, rows, scalars, shard, own_entries(rows, shard))
+        grads = batch.run(call, needs)
     total = _WithGradients.apply(hidden, weight, bias, batch.total, grads)
     metrics, counts = combine_metrics(batch.metrics)
     return LossOutputs(total, metrics, counts, batch.per_token.reshape(given.labels.shape))

@@ -27,6 +27,7 @@ from rl_loss.kernels.gradient_sums import (
     sorted_entries,
     weight_sums,
 )
+from rl_loss.kernels.own_entries import own_entries
 from rl_loss.kernels.records import HeadCall, HeadScalars, RowOutputs, RowTensors, row_tensors
 from rl_loss.kernels.rows import normalise
 from rl_loss.vocab_parallel import whole
@@ -45,7 +46,8 @@ class _KernelHead(torch.autograd.Function):
             out = torch.ops.rl_loss.head_fwd(hidden, weight, bias, *rows, *scalars)
         else:
             hidden = shard.gather_rows(hidden)
-            out = _forward(HeadCall(HeadInputs(hidden, weight, bias), rows, scalars, shard))
+            inputs, own = HeadInputs(hidden, weight, bias), own_entries(rows, shard)
+            out = _forward(HeadCall(inputs, rows, scalars, shard, own))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[4:])
         ctx.save_for_backward(hidden, weight, bias, *rows, *out)
@@ -64,7 +66,8 @@ class _KernelHead(torch.autograd.Function):
         else:
             saved = iter(ctx.saved_tensors)
             inputs, rows = next_record(HeadInputs, saved), next_record(RowTensors, saved)
-            call = HeadCall(inputs, rows, ctx.scalars, ctx.shard)
+            own = own_entries(rows, ctx.shard)
+            call = HeadCall(inputs, rows, ctx.scalars, ctx.shard, own)
             grads = _backward(call, next_record(RowOutputs, saved), upstreams, needs)
         grads = (grad if need else None for grad, need in zip(grads, needs, strict=True))
         return *grads, None, None, None
@@ -135,7 +138,7 @@ def _backward(
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     given = iter(args)
     inputs, rows, scalars = (next_record(r, given) for r in (HeadInputs, RowTensors, HeadScalars))
-    return _forward(HeadCall(inputs, rows, scalars, whole(scalars.vocab_size)))
+    return _forward(HeadCall(inputs, rows, scalars, whole(scalars.vocab_size), None))
 
 
 def _backward_op(*args: Any) -> tuple[Tensor, ...]:
@@ -143,7 +146,7 @@ def _backward_op(*args: Any) -> tuple[Tensor, ...]:
     inputs, rows = next_record(HeadInputs, given), next_record(RowTensors, given)
     saved, upstreams = next_record(RowOutputs, given), next_record(Upstreams, given)
     needs, scalars = next_record(Needs, given), next_record(HeadScalars, given)
-    call = HeadCall(inputs, rows, scalars, whole(scalars.vocab_size))
+    call = HeadCall(inputs, rows, scalars, whole(scalars.vocab_size), None)
     return _backward(call, saved, upstreams, needs)
 
 

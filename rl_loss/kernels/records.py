@@ -92,6 +92,14 @@ class RowOutputs(NamedTuple):
         )
 
 
+class OwnEntries(NamedTuple):
+    """Of a vocabulary split over ranks: the entries whose ids are here."""
+
+    within: Tensor  # [nnz] int32 their places in the row, from each row's start on
+    counts: Tensor  # [N] int32 how many each row has
+    batch: Tensor  # [2] int64 what all ranks must have alike
+
+
 class Logit(NamedTuple):
     """How raw products become logits, as every kernel that makes them is told."""
 
@@ -109,6 +117,7 @@ class HeadCall:
     rows: RowTensors
     scalars: HeadScalars
     shard: Shard
+    own: OwnEntries | None  # None: all entries are here
 
     @cached_property
     def n(self) -> int:

@@ -35,6 +35,8 @@ def _logits_kernel(
     ids,  # [nnz] int32
     offsets,  # [N + 1] int64
     tiles,  # [T] int64: row << 32 | number of the tile in its row
+    within,  # [nnz] int32 the entries that count, see `OwnEntries`; None: all
+    counts,  # [N] int32
     active,  # [N] uint8
     temperature,  # [N]
     z,  # [nnz] out
@@ -45,6 +47,7 @@ def _logits_kernel(
     sh1,
     sw0,
     sw1,
+    HAS_OWN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -65,8 +68,11 @@ def _logits_kernel(
     if HAS_ACTIVE:
         on = tl.load(active + row) != 0
     if on:
-        start = tl.load(offsets + row) + (tile & 0xFFFFFFFF) * TILE
-        end = tl.minimum(tl.load(offsets + row + 1), start + TILE)
+        begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
+        if HAS_OWN:
+            end = begin + tl.load(counts + row)
+        start = begin + (tile & 0xFFFFFFFF) * TILE
+        end = tl.minimum(end, start + TILE)
         inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
         columns = tl.arange(0, BLOCK_H)
         if FAR:
@@ -75,9 +81,11 @@ def _logits_kernel(
         h = tl.load(h_row + columns * sh1, mask=columns < H, other=0.0).to(ACC)
         for first in range(start, end, R):
             entry = first + tl.arange(0, R)
-            held = entry < end
-            v = tl.load(ids + entry, mask=held, other=0).to(tl.int64)
-            held = held & (v >= 0) & (v < V)
+            there = entry < end
+            if HAS_OWN:
+                entry = begin + tl.load(within + entry, mask=there, other=0)
+            v = tl.load(ids + entry, mask=there, other=0).to(tl.int64)
+            held = there & (v >= 0) & (v < V)
             w_rows = weight + v[:, None] * sw0
             if WHOLE_H:
                 w = tl.load(
@@ -98,7 +106,7 @@ def _logits_kernel(
                     )
                     raw += tl.sum(w.to(ACC) * part[None, :], axis=1)
             raw = logit(raw, bias, v, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
-            tl.store(z + entry, raw, mask=entry < end)
+            tl.store(z + entry, raw, mask=there)
 
 
 @triton.jit
@@ -278,6 +286,7 @@ def gathered_logits(call: HeadCall, z: Tensor) -> None:
             call.own_ids,
             rows.offsets,
             rows.tiles,
+            *(call.own or (None, None))[:2],
             call.active,
             logits.temperature,
             z,
@@ -286,6 +295,7 @@ def gathered_logits(call: HeadCall, z: Tensor) -> None:
             len(weight),
             *hidden.stride(),
             *weight.stride(),
+            HAS_OWN=call.own is not None,
             HAS_ACTIVE=rows.active is not None,
             FAR=max(hidden.stride(1), weight.stride(1)) * h >= 2**31,
             TILE=TILE,

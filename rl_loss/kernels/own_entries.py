@@ -1,0 +1,60 @@
+"""Of a vocabulary that is split over ranks: the entries whose ids are here, row by row.
+
+Without it every kernel would walk over the entries of all ranks to find its own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_loss.host import launching_on
+from rl_loss.kernels.records import OwnEntries, RowTensors
+from rl_loss.plan import width_block
+from rl_loss.vocab_parallel import PRIME, Shard
+
+
+@triton.jit
+def _own_kernel(
+    ids,  # [nnz] int32
+    offsets,  # [N + 1] int64
+    labels,  # [N]
+    within,  # [nnz] int32 out: the places in the row of the entries that are here, from its start
+    counts,  # [N] int32 out: how many
+    batch,  # [2] int64 in, out: 0 before
+    first_id,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """Lists a row's own entries in their order; adds up what tells one batch from another."""
+    row = tl.program_id(0).to(tl.int64)
+    start, end = tl.load(offsets + row), tl.load(offsets + row + 1)
+    count = tl.zeros([], dtype=tl.int32)
+    total = tl.zeros([BLOCK], dtype=tl.int64)
+    for first in range(start, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        v = tl.load(ids + entry, mask=entry < end, other=-1).to(tl.int64)
+        own = (v >= first_id) & (v < first_id + V)
+        place = count + tl.cumsum(own.to(tl.int32), axis=0) - 1
+        tl.store(within + start + place, (entry - start).to(tl.int32), mask=own)
+        count += tl.sum(own.to(tl.int32), axis=0)
+        total += tl.where(entry < end, v * (entry % 1021 + 1), 0)
+    tl.store(counts + row, count)
+    label = tl.load(labels + row).to(tl.int64)
+    tl.atomic_add(batch, label * (row % 1021 + 1), sem="relaxed")
+    tl.atomic_add(batch + 1, tl.sum(total, axis=0), sem="relaxed")
+
+
+def own_entries(rows: RowTensors, shard: Shard) -> OwnEntries | None:
+    """One launch; None where all ids are here."""
+    if shard.alone:
+        return None
+    n, nnz, new = rows.labels.numel(), len(rows.ids), rows.ids.new_empty
+    within, counts = new(nnz), new(n)
+    batch = torch.zeros(2, dtype=torch.int64, device=rows.ids.device)
+    if n:
+        with launching_on(rows.ids):
+            _own_kernel[(n,)](
+                rows.ids, rows.offsets, rows.labels, within, counts, batch, shard.first,
+                shard.rows, **width_block(n, nnz),
+            )  # fmt: skip
+    return OwnEntries(within, counts, batch.remainder_(PRIME))
