@@ -20,14 +20,14 @@ The rooms, from the ground up; each imports from its own line and those above it
 (`metrics` is the old address of `combine_metrics`.)
 """
 
-from rl_loss.alignment import AlignedRows, aligned_rows
+from rl_loss.alignment import AlignedRows, aligned_rows, context_parallel_rows
 from rl_loss.capture import CapturedRows, capture_support
 from rl_loss.capture_stream import CaptureStream
 from rl_loss.csr import RowKind
 from rl_loss.lm_head import FusedLMHead, LMHeadOutput, fused_lm_head
 from rl_loss.loss.inputs import LossInputs, LossOutputs
 from rl_loss.loss.losses import icepop_loss, ipo_loss, reinforce_loss
-from rl_loss.loss.metrics import combine_metrics
+from rl_loss.loss.metrics import combine_metrics, global_token_count, reduce_metrics
 from rl_loss.one_pass import fused_lm_head_loss
 from rl_loss.support import Support
 
@@ -44,10 +44,13 @@ __all__ = [
     "aligned_rows",
     "capture_support",
     "combine_metrics",
+    "context_parallel_rows",
     "fused_lm_head",
     "fused_lm_head_loss",
+    "global_token_count",
     "icepop_loss",
     "ipo_loss",
+    "reduce_metrics",
     "reinforce_loss",
 ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def on_gpus(ranks: int) -> bool:
@@ -68,3 +69,19 @@ def alike_on_all(*tensors: torch.Tensor) -> None:
         for part in parts:
             same = (part == tensor) | (part.isnan() & tensor.isnan())
             assert same.all()
+
+
+class Calls(TorchDispatchMode):
+    """Records the operations called, and the collectives among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.collectives: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.names.append(name)
+        if func.namespace == "c10d":
+            self.collectives.append(name)
+        return func(*args, **(kwargs or {}))

@@ -6,9 +6,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import PROPERTY, assert_rows, build, mixed_rows, tagged_row, tagged_rows
+from strategies import (
+    PROPERTY,
+    STRIDE,
+    assert_rows,
+    build,
+    mixed_rows,
+    tagged_row,
+    tagged_rows,
+    tags,
+)
 
-from rl_loss.alignment import aligned_rows
+from rl_loss.alignment import AlignedRows, aligned_rows, context_parallel_rows
 from rl_loss.csr import RowKind
 from rl_loss.support import Support
 
@@ -325,3 +334,153 @@ def test_rows_move_to_a_device_and_the_mask_stays():
     assert moved.labels.device.type == moved.support.device.type == "meta"
     assert moved.per_token["advantages"].device.type == "meta"
     assert moved.active is rows.active
+
+
+# --- rows chosen, and cut over ranks ---
+
+
+@PROPERTY
+@given(tagged_rows(start=1, min_rows=1, max_rows=12), st.data())
+def test_chosen_rows_keep_everything_of_theirs(rows, data):
+    """In any order, with repeats, of any shape, out of rows of any shape."""
+    n = len(rows)
+    at = data.draw(st.lists(st.integers(0, n - 1), max_size=12))
+    chosen = torch.tensor(at, dtype=torch.int64)
+    if data.draw(st.booleans()):
+        at, chosen = at + at, torch.stack([chosen, chosen])
+    shape = data.draw(st.sampled_from([(n,), (1, n), (n, 1)]))
+    values = torch.arange(3.0 * n).reshape(*shape, 3)
+    whole = AlignedRows(
+        tags(rows).reshape(shape),
+        torch.arange(n).reshape(shape) % 3 != 1,
+        build(rows),
+        {"values": values},
+    )
+    out = whole.select(chosen)
+    assert out.labels.shape == out.active.shape == chosen.shape
+    assert out.per_token["values"].shape == (*chosen.shape, 3)
+    assert out.labels.flatten().tolist() == [rows[i].tag for i in at]
+    assert out.active.flatten().tolist() == [i % 3 != 1 for i in at]
+    expected = [[3.0 * i, 3.0 * i + 1, 3.0 * i + 2] for i in at]
+    assert out.per_token["values"].reshape(-1, 3).tolist() == expected
+    assert_rows(out.support, [rows[i] for i in at])
+    masked = whole.select(whole.active)
+    kept = [row for i, row in enumerate(rows) if i % 3 != 1]
+    assert masked.labels.tolist() == [row.tag for row in kept]
+    assert_rows(masked.support, kept)
+
+
+def test_rows_chosen_from_a_list():
+    rows = aligned_rows(torch.arange(5), torch.ones(5).bool(), support=None)
+    assert rows.select([3, 0]).labels.tolist() == [4, 1]
+    assert rows.select([]).labels.shape == (0,)
+    assert len(rows.select([]).support) == 0
+
+
+def test_rows_in_the_order_of_hidden_states_whose_first_dimension_is_the_sequence():
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    support = build([tagged_row(int(token), RowKind.REPLAY, 2, 3, 0) for token in ids.flatten()])
+    rows = aligned_rows(ids, torch.ones(2, 3).bool(), support=support)
+    turned = rows.select(torch.arange(6).view(2, 3).T)
+    assert turned.labels.tolist() == [[2, 5], [3, 6], [0, 0]]
+    labels = turned.labels.flatten()
+    assert (turned.support.ids // STRIDE).tolist() == labels[turned.support.entry_rows].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[0, 4]], r"rows must be in \[0, 4\), got 4 at position 1"),
+        ([-1], r"rows must be in \[0, 4\), got -1 at position 0"),
+        ([0.0], "rows must be row numbers"),
+        (torch.ones(3).bool(), r"rows must be a mask \[4\], got \(3,\)"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(rows, message):
+    whole = aligned_rows(torch.arange(4), torch.ones(4).bool(), support=None)
+    with pytest.raises(ValueError, match=message):
+        whole.select(rows)
+
+
+def cut_plainly(rows, rank, ranks, bounds, zigzag):
+    """Each sequence in equal chunks, and this rank's of them."""
+    own = []
+    for start, stop in pairwise(bounds):
+        chunks = rows[start:stop].chunk(2 * ranks if zigzag else ranks)
+        if start < stop:
+            own += [chunks[rank]] + ([chunks[2 * ranks - 1 - rank]] if zigzag else [])
+    return torch.cat(own) if own else rows[:0]
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_row_is_on_one_rank(ranks, zigzag):
+    for bounds in ([0, 12], [0, 12, 12, 36, 48], [0, 0, 24], [0, 0], [0]):
+        n = bounds[-1]
+        for form in (torch.tensor(bounds), bounds):
+            parts = [
+                context_parallel_rows([n], rank, ranks, cu_seqlens=form, zigzag=zigzag)
+                for rank in range(ranks)
+            ]
+            for rank, part in enumerate(parts):
+                wanted = cut_plainly(torch.arange(n), rank, ranks, bounds, zigzag)
+                assert part.dtype == torch.int64
+                assert torch.equal(part, wanted)
+            assert torch.cat(parts).sort().values.tolist() == list(range(n))
+    for shape in [(3, 12), (1, 24), (0, 12), (2, 0)]:
+        rows = torch.arange(shape[0] * shape[1]).reshape(shape)
+        for rank in range(ranks):
+            got = context_parallel_rows(rows.shape, rank, ranks, zigzag=zigzag)
+            each = [cut_plainly(row, rank, ranks, [0, shape[1]], zigzag) for row in rows]
+            assert got.shape == (shape[0], shape[1] // ranks)
+            assert got.tolist() == [row.tolist() for row in each]
+    one = context_parallel_rows([1, 24], ranks - 1, ranks, cu_seqlens=[0, 12, 24], zigzag=zigzag)
+    flat = context_parallel_rows([24], ranks - 1, ranks, cu_seqlens=[0, 12, 24], zigzag=zigzag)
+    assert torch.equal(one, flat[None])
+
+
+def test_a_sequence_that_straddles_ranks_is_predicted_across_the_cut():
+    """[10 .. 14] [20 .. 26]: the last row before each cut has its label on the other rank."""
+    ids = torch.tensor([10, 11, 12, 13, 14, 20, 21, 22, 23, 24, 25, 26])
+    support = build([tagged_row(int(token), RowKind.REPLAY, 2, 3, 0) for token in ids])
+    rows = aligned_rows(
+        ids, torch.ones(12).bool(), support=support, cu_seqlens=[0, 5, 12], logq=-ids.float()
+    )
+    wanted = {
+        True: [[11, 12, 13, 25, 26, 0], [14, 0, 21, 22, 23, 24]],
+        False: [[11, 12, 13, 14, 0, 21], [22, 23, 24, 25, 26, 0]],
+    }
+    for zigzag, labels in wanted.items():
+        for rank in range(2):
+            own = context_parallel_rows([12], rank, 2, zigzag=zigzag)
+            part = rows.select(own)
+            assert part.labels.tolist() == labels[rank]
+            assert part.active.tolist() == [label > 0 for label in labels[rank]]
+            assert part.per_token["logq"].tolist() == (-part.labels.float()).tolist()
+            found = part.labels[part.support.entry_rows]
+            assert (part.support.ids // STRIDE).tolist() == found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([6], 0, 2), r"must divide into 4 chunks .* 2 ranks: pad it, got 6 rows in sequence 0"),
+        (([5], 0, 2, None, False), "must divide into 2 chunks .* got 5 rows in sequence 0"),
+        (([12], 0, 2, [0, 4, 10, 12]), "divide into 4 chunks .* got 6 rows in sequence 1"),
+        (([12], 0, 2, [0, 4]), r"cu_seqlens must run from 0 to 12, got \[0, 4\]"),
+        (([2, 4], 0, 2, [0, 8]), r"cu_seqlens needs packed input_ids \[T\] or \[1, T\]"),
+        (([8], 2, 2), r"rank must be below ranks \(2\), got 2"),
+        (([8], -1, 2), "rank must be an int of at least 0, got -1"),
+        (([8], 0, 0), "ranks must be an int of at least 1, got 0"),
+        (([], 0, 1), r"shape must be that of input_ids, \[T\] or \[B, L\], got \[\]"),
+        (([1, 2, 4], 0, 1), "shape must be that of input_ids"),
+        (([4.0], 0, 1), "shape must be that of input_ids"),
+        (([-4], 0, 1), "shape must be that of input_ids"),
+        ((8, 0, 1), "shape must be that of input_ids"),
+    ],
+)
+def test_cuts_that_do_not_fit_are_refused(arguments, message):
+    shape, rank, ranks, *rest = arguments
+    options = dict(zip(("cu_seqlens", "zigzag"), rest, strict=False))
+    with pytest.raises(ValueError, match=message):
+        context_parallel_rows(shape, rank, ranks, **options)

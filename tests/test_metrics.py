@@ -4,9 +4,21 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import Calls, alike_on_all, rank_device, run_ranks
 
 import rl_loss.metrics
-from rl_loss import LossInputs, Support, combine_metrics, fused_lm_head, icepop_loss, ipo_loss
+from rl_loss import (
+    LossInputs,
+    LossOutputs,
+    Support,
+    combine_metrics,
+    fused_lm_head,
+    global_token_count,
+    icepop_loss,
+    ipo_loss,
+    reduce_metrics,
+)
 
 # Formulas of a dozen terms below 10 in float64, each within two units of rounding.
 NEAR = {"rel": 1e-13, "abs": 1e-13}
@@ -161,3 +173,152 @@ def test_parts_with_other_metrics_are_refused():
     with pytest.raises(ValueError, match=r"parts\[1\] must have the metrics of parts\[0\].*'b'"):
         combine_metrics([({"a": one}, {"a": one}), ({"a": one, "b": one}, {"a": one, "b": one})])
     assert combine_metrics([]) == ({}, {})
+
+
+# --- over ranks ---
+
+
+def outputs_of(metrics, counts):
+    """What a loss gives, of these metrics."""
+    zero = torch.zeros(())
+    return LossOutputs(zero, metrics, counts, zero)
+
+
+def parts_of_ranks(ranks, dtype):
+    """Two micro-batches a rank, of unlike counts; of some metrics the first rank has no row."""
+    generator = torch.Generator().manual_seed(0)
+    names = ["a", "z/b", "a_max", "c", "b_max"]
+
+    def part(rank):
+        values = torch.rand(5, generator=generator, dtype=torch.float64).to(dtype) + rank
+        counts = torch.randint(1, 2**26, (5,), generator=generator)
+        if rank == 0:
+            values[:3], counts[:3] = 0, 0
+        order = names[rank:] + names[:rank]  # no two ranks' alike
+        return outputs_of(
+            {name: values[names.index(name)] for name in order},
+            {name: counts[names.index(name)] for name in order},
+        )
+
+    return [[part(rank) for _ in range(2)] for rank in range(ranks)]
+
+
+def combined_exactly(parts):
+    """In Python's integers and float64."""
+    metrics, counts = {}, {}
+    for name in parts[0].metrics:
+        values = [float(part.metrics[name]) for part in parts]
+        rows = [int(part.metric_counts[name]) for part in parts]
+        total = math.fsum(v * n for v, n in zip(values, rows, strict=True))
+        metrics[name] = max(values) if name.endswith("_max") else total / max(1, sum(rows))
+        counts[name] = sum(rows)
+    return metrics, counts
+
+
+def on(device, parts):
+    return [
+        outputs_of(*({k: v.to(device) for k, v in part.items()} for part in pair))
+        for pair in ((one.metrics, one.metric_counts) for one in parts)
+    ]
+
+
+def reduced_over_ranks(rank):
+    ranks, device = dist.get_world_size(), rank_device(rank)
+    for dtype in (torch.float32, torch.float64):
+        by_rank = parts_of_ranks(ranks, dtype)
+        wanted, rows = combined_exactly([part for parts in by_rank for part in parts])
+        with Calls() as calls:
+            metrics, counts = reduce_metrics(on(device, by_rank[rank]))
+        assert calls.collectives == ["allreduce_", "allreduce_"]
+        assert "_local_scalar_dense" not in calls.names
+        alike_on_all(*metrics.values(), *counts.values())
+        assert {name: int(count) for name, count in counts.items()} == rows
+        for name, value in metrics.items():
+            assert value.dtype == dtype
+            assert counts[name].dtype == torch.int64
+            # What is rounded: a rank's products, their sum and mean, and the mean of the whole.
+            assert abs(float(value) - wanted[name]) <= 4 * torch.finfo(dtype).eps * wanted[name]
+            if name.endswith("_max"):
+                assert float(value) == wanted[name]
+    nothing = {"a": torch.zeros((), device=device), "a_max": torch.zeros((), device=device)}
+    assert reduce_metrics(outputs_of(nothing, nothing)) == (nothing, nothing)  # on any rank
+    for bad in range(ranks):  # a maximum that is no number on one rank, in any place
+        for place in range(9):
+            parts = {f"{i}_max": torch.tensor(float(i), device=device) for i in range(9)}
+            ones = {name: torch.ones_like(value) for name, value in parts.items()}
+            if rank == bad:
+                parts[f"{place}_max"] = torch.tensor(torch.nan, device=device)
+            found = reduce_metrics(outputs_of(parts, ones))[0]
+            for i in range(9):
+                value = float(found[f"{i}_max"])
+                assert math.isnan(value) if i == place else value == i
+    groups = [dist.new_group([i]) for i in range(ranks)]
+    alone, _ = reduce_metrics(on(device, by_rank[rank]), groups[rank])
+    wanted, _ = combined_exactly(by_rank[rank])
+    assert {name: float(value) for name, value in alone.items()} == pytest.approx(wanted)
+    counted_over_ranks(rank, groups[rank])
+
+
+def counted_over_ranks(rank, own):
+    ranks, device = dist.get_world_size(), rank_device(rank)
+    masks = [torch.arange(8).reshape(2, 4) < 3 * rank, torch.arange(5) % 2 == 0]
+    wanted = sum(3 * r for r in range(ranks) if r < 3) + 3 * ranks
+    for home in (device, torch.device("cpu")):
+        moved = [mask.to(home) for mask in masks]
+        with Calls() as calls:
+            count = global_token_count(moved)
+        assert calls.collectives == ["allreduce_"]
+        assert "_local_scalar_dense" not in calls.names
+        assert (count.dtype, count.shape, count.device) == (torch.int64, (), device)
+        assert int(count) == wanted
+        assert int(global_token_count(moved[0])) == wanted - 3 * ranks
+        assert int(global_token_count(moved, own)) == 3 * rank + 3
+        assert int(global_token_count(moved[0][:0])) == 1
+        assert int(global_token_count([])) == 1
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
+def test_over_ranks_as_one_batch():
+    run_ranks(reduced_over_ranks, 2)
+
+
+def test_one_process_is_one_rank():
+    one, two = (run(loss)[0] for loss in (icepop_loss, ipo_loss))
+    wanted, rows = combine_metrics([(out.metrics, out.metric_counts) for out in (one, two)])
+    assert reduce_metrics([one, two]) == (wanted, rows)
+    assert reduce_metrics(iter([one, two])) == (wanted, rows)
+    metrics, counts = reduce_metrics(one)
+    for name, value in one.metrics.items():
+        assert float(metrics[name]) == pytest.approx(float(value), **NEAR)
+    assert counts == one.metric_counts
+
+
+def test_outputs_that_do_not_fit_are_refused():
+    one = torch.ones(())
+    with pytest.raises(ValueError, match="outputs must be one LossOutputs or more, got none"):
+        reduce_metrics([])
+    with pytest.raises(ValueError, match=r"parts\[1\] must have the metrics of parts\[0\].*'b'"):
+        reduce_metrics([outputs_of({"a": one}, {"a": one}), outputs_of({"b": one}, {"b": one})])
+
+
+def test_tokens_of_one_process():
+    mask = torch.tensor([[True, False], [True, True]])
+    count = global_token_count(mask)
+    assert (count.dtype, count.shape, int(count)) == (torch.int64, (), 3)
+    assert int(global_token_count([mask, mask[0]])) == 4
+    assert int(global_token_count(torch.zeros(3, dtype=torch.bool))) == 1
+    for dtype in (torch.float32, torch.float64):
+        assert (torch.ones((), dtype=dtype) / count).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(3), "loss_mask must be bool, got torch.float32"),
+        ([torch.ones(3).bool(), torch.ones(3).long()], "loss_mask must be bool, got torch.int64"),
+        ([True, False], "loss_mask must be a tensor, got bool"),
+    ],
+)
+def test_masks_that_are_none_are_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
+        global_token_count(mask)

@@ -1,12 +1,18 @@
 """What a person watches: means and maxima with the counts that combine them exactly."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from rl_loss.arguments import require_tensor
 from rl_loss.loss.centering import Centering
 from rl_loss.loss.rows import LOG_RATIO_MAX, SupportEntries, Tokens
+
+if TYPE_CHECKING:
+    from rl_loss.loss.inputs import LossOutputs
 
 Metrics = dict[str, Tensor]
 
@@ -107,3 +113,99 @@ def combine_metrics(parts: Iterable[tuple[Metrics, Metrics]]) -> tuple[Metrics, 
     pairs = zip(names, means.unbind(), values.amax(0).unbind(), strict=True)
     metrics = {name: most if name.endswith("_max") else mean for name, mean, most in pairs}
     return metrics, dict(zip(names, total.unbind(), strict=True))
+
+
+# --- over ranks ---
+
+
+def reduce_metrics(
+    outputs: "LossOutputs | Iterable[LossOutputs]", group: Any = None
+) -> tuple[Metrics, Metrics]:
+    """The metrics of all ranks' losses as if they had been one batch, in two all-reduces.
+
+    Combined as by `combine_metrics`, alike on every rank, without a sync; a rank without a loss
+    token changes nothing. Where torch.distributed is not initialised there is one rank.
+
+    Args:
+        outputs: this rank's LossOutputs, or those of its micro-batches. Every rank calls it, with
+            metrics of the same names.
+        group: the ranks that have different rows (of data and context parallelism: ranks that
+            share a vocabulary have the same); None: all ranks.
+
+    Returns:
+        The metrics and their counts, 0-dim each.
+
+    Raises:
+        ValueError: no outputs, or micro-batches whose metrics have other names.
+
+    Example:
+        >>> from rl_loss import LossInputs, reinforce_loss
+        >>> logp, on = torch.tensor([-1.0, -2.0]), torch.tensor([True, False])
+        >>> parts = [LossInputs(logp, logp, logp, mask) for mask in (on, ~on)]
+        >>> metrics, counts = reduce_metrics([reinforce_loss(part) for part in parts])
+        >>> float(metrics["importance_ratio_mean"]), int(counts["importance_ratio_mean"])
+        (1.0, 2)
+    """
+    parts: list[Any] = [outputs] if hasattr(outputs, "metrics") else list(outputs)
+    if not parts:
+        raise ValueError("outputs must be one LossOutputs or more, got none")
+    metrics, counts = combine_metrics((part.metrics, part.metric_counts) for part in parts)
+    if not _many_ranks():
+        return metrics, counts
+    # The means before the maxima, in an order that no rank's dictionary decides.
+    names = sorted(metrics, key=lambda name: (name.endswith("_max"), name))
+    n = sum(not name.endswith("_max") for name in names)
+    values = torch.stack([metrics[name] for name in names])
+    rows = torch.stack([counts[name] for name in names])
+    # In float64, which holds every count. A maximum over ranks may lose a NaN, a sum does not.
+    wide, maxima = rows.double(), values[n:].clone()
+    sums = torch.cat([values[:n] * wide[:n], wide, maxima.isnan()])
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+    totals, wide, broken = sums.split([n, len(names), len(maxima)])
+    means = totals / wide[:n].clamp(min=1)
+    found = torch.cat([means.to(values.dtype), torch.where(broken > 0, torch.nan, maxima)])
+    columns = found.unbind(), wide.to(rows.dtype).unbind()
+    reduced, total = (dict(zip(names, column, strict=True)) for column in columns)
+    return reduced, total
+
+
+def global_token_count(loss_mask: Tensor | Iterable[Tensor], group: Any = None) -> Tensor:
+    """The loss tokens of all ranks, by which each divides its loss, in one all-reduce.
+
+    At least 1: where no rank has a loss token, every loss is 0 and stays 0. DDP and FSDP average
+    gradients over their ranks: multiply the loss by their number, or let FSDP2 add them up
+    (`set_gradient_divide_factor(1.0)`).
+
+    Args:
+        loss_mask: bool, what this rank's loss reads (`AlignedRows.active`), or one of each of its
+            micro-batches.
+        group: as in `reduce_metrics`.
+
+    Returns:
+        0-dim int64: a loss that is divided by it keeps its dtype. On the device of the mask, or
+        of the group where that has no backend for it, as NCCL has none for a mask on the host.
+
+    Raises:
+        ValueError: a mask that is not bool.
+
+    Example:
+        >>> masks = [torch.tensor([True, False, True]), torch.tensor([[True]])]
+        >>> global_token_count(masks)
+        tensor(3)
+    """
+    masks = [loss_mask] if isinstance(loss_mask, Tensor) else list(loss_mask)
+    for mask in masks:
+        if require_tensor("loss_mask", mask).dtype != torch.bool:
+            raise ValueError(f"loss_mask must be bool, got {mask.dtype}")
+    count = sum((mask.sum() for mask in masks), torch.zeros((), dtype=torch.int64))
+    if _many_ranks():
+        backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+        if f"{count.device.type}:" not in backends:
+            count = count.to(backends.partition(":")[0], non_blocking=True)
+        dist.all_reduce(count, group=group)
+    return count.clamp(min=1)
+
+
+def _many_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
