@@ -29,7 +29,7 @@ from rl_loss.kernels.gradient_sums import (
 )
 from rl_loss.kernels.records import HeadCall, HeadScalars, RowOutputs, RowTensors, row_tensors
 from rl_loss.kernels.rows import normalise
-from rl_loss.vocab_parallel import whole
+from rl_loss.vocab_parallel import outside_graphs, whole
 
 
 def kernel_head(given: HeadArguments, on: Tensor) -> tuple[Tensor, ...]:
@@ -58,14 +58,15 @@ class _KernelHead(torch.autograd.Function):
         upstreams, needs = Upstreams(*upstreams[:4]), Needs(*ctx.needs_input_grad[:3])
         if upstreams.none:
             return (None,) * 6
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and ctx.shard.alone:
             given = *ctx.saved_tensors, *upstreams, *needs, *ctx.scalars
             grads = torch.ops.rl_loss.head_bwd(*given)
         else:
             saved = iter(ctx.saved_tensors)
             inputs, rows = next_record(HeadInputs, saved), next_record(RowTensors, saved)
             call = HeadCall(inputs, rows, ctx.scalars, ctx.shard)
-            grads = _backward(call, next_record(RowOutputs, saved), upstreams, needs)
+            outputs = next_record(RowOutputs, saved)
+            grads = outside_graphs(_backward, call, outputs, upstreams, needs)
         grads = (grad if need else None for grad, need in zip(grads, needs, strict=True))
         return *grads, None, None, None
 
