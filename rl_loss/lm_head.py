@@ -32,7 +32,12 @@ from rl_loss.gathered import (
 from rl_loss.logits import LogitTransform
 from rl_loss.reference import reference_lm_head, whole_inputs
 from rl_loss.support import Support
-from rl_loss.vocab_parallel import RankLogits, Shard, fingerprint
+from rl_loss.vocab_parallel import (
+    RankLogits,
+    Shard,
+    fingerprint,
+    over_ranks_outside_graphs,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class LMHeadOutput:
 register_dataclass(LMHeadOutput)
 
 
+@over_ranks_outside_graphs
 def fused_lm_head(
     hidden: Tensor,
     weight: Tensor,

@@ -12,10 +12,12 @@ from rl_loss.lm_head import fused_lm_head
 from rl_loss.loss.inputs import LossInputs, LossOutputs
 from rl_loss.loss.losses import icepop_loss, ipo_loss, reinforce_loss
 from rl_loss.support import Support
+from rl_loss.vocab_parallel import over_ranks_outside_graphs
 
 _LOSSES = (ipo_loss, icepop_loss, reinforce_loss)
 
 
+@over_ranks_outside_graphs
 def fused_lm_head_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -9,7 +9,8 @@ at all, makes the same ones.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,33 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 PRIME = 1048573  # what a fingerprint is taken by: its remainders are float32 numbers
 _NOWHERE = 2**31 - 1  # the local number of an id of another rank
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+_uncompiled: dict[Callable, Callable] = {}
+
+
+def outside_graphs(function: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+    """What the function gives; `torch.compile` breaks the graph here and traces nothing of it."""
+    if not torch.compiler.is_compiling():
+        return function(*args, **options)
+    if function not in _uncompiled:  # made late, for it loads the compiler
+        _uncompiled[function] = torch.compiler.disable(function)
+    return _uncompiled[function](*args, **options)
+
+
+def over_ranks_outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, which with a `process_group` is no part of a compiled graph."""
+
+    @wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        if options.get("process_group") is None:
+            return function(*args, **options)
+        return outside_graphs(function, *args, **options)
+
+    return call
 
 
 class RankLogits(NamedTuple):

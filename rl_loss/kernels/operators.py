@@ -30,7 +30,7 @@ from rl_loss.kernels.gradient_sums import (
 from rl_loss.kernels.own_entries import own_entries
 from rl_loss.kernels.records import HeadCall, HeadScalars, RowOutputs, RowTensors, row_tensors
 from rl_loss.kernels.rows import normalise
-from rl_loss.vocab_parallel import whole
+from rl_loss.vocab_parallel import Shard, outside_graphs, whole
 
 
 def kernel_head(given: HeadArguments, on: Tensor) -> tuple[Tensor, ...]:
@@ -46,8 +46,7 @@ class _KernelHead(torch.autograd.Function):
             out = torch.ops.rl_loss.head_fwd(hidden, weight, bias, *rows, *scalars)
         else:
             hidden = shard.gather_rows(hidden)
-            inputs, own = HeadInputs(hidden, weight, bias), own_entries(rows, shard)
-            out = _forward(HeadCall(inputs, rows, scalars, shard, own))
+            out = _forward(HeadInputs(hidden, weight, bias), rows, scalars, shard)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[4:])
         ctx.save_for_backward(hidden, weight, bias, *rows, *out)
@@ -60,15 +59,15 @@ class _KernelHead(torch.autograd.Function):
         upstreams, needs = Upstreams(*upstreams[:4]), Needs(*ctx.needs_input_grad[:3])
         if upstreams.none:
             return (None,) * 6
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and ctx.shard.alone:
             given = *ctx.saved_tensors, *upstreams, *needs, *ctx.scalars
             grads = torch.ops.rl_loss.head_bwd(*given)
         else:
             saved = iter(ctx.saved_tensors)
             inputs, rows = next_record(HeadInputs, saved), next_record(RowTensors, saved)
-            own = own_entries(rows, ctx.shard)
-            call = HeadCall(inputs, rows, ctx.scalars, ctx.shard, own)
-            grads = _backward(call, next_record(RowOutputs, saved), upstreams, needs)
+            given = inputs, rows, ctx.scalars, ctx.shard
+            outputs = next_record(RowOutputs, saved)
+            grads = outside_graphs(_backward, *given, outputs, upstreams, needs)
         grads = (grad if need else None for grad, need in zip(grads, needs, strict=True))
         return *grads, None, None, None
 
@@ -123,31 +122,41 @@ def head_bwd(
 # --- the two operators ---
 
 
-def _forward(call: HeadCall) -> tuple[Tensor, ...]:
-    with launching_on(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
-        return tuple(head_fwd(call))
+def _forward(
+    inputs: HeadInputs, rows: RowTensors, scalars: HeadScalars, shard: Shard
+) -> tuple[Tensor, ...]:
+    hidden = inputs.hidden
+    with launching_on(hidden), torch.autocast(hidden.device.type, enabled=False):
+        return tuple(head_fwd(HeadCall(inputs, rows, scalars, shard, own_entries(rows, shard))))
 
 
 def _backward(
-    call: HeadCall, saved: RowOutputs, upstreams: Upstreams, needs: Needs
+    inputs: HeadInputs,
+    rows: RowTensors,
+    scalars: HeadScalars,
+    shard: Shard,
+    saved: RowOutputs,
+    upstreams: Upstreams,
+    needs: Needs,
 ) -> tuple[Tensor, ...]:
-    with launching_on(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
+    hidden = inputs.hidden
+    with launching_on(hidden), torch.autocast(hidden.device.type, enabled=False):
+        call = HeadCall(inputs, rows, scalars, shard, own_entries(rows, shard))
         return head_bwd(call, saved, upstreams, needs)
 
 
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     given = iter(args)
     inputs, rows, scalars = (next_record(r, given) for r in (HeadInputs, RowTensors, HeadScalars))
-    return _forward(HeadCall(inputs, rows, scalars, whole(scalars.vocab_size), None))
+    return _forward(inputs, rows, scalars, whole(scalars.vocab_size))
 
 
 def _backward_op(*args: Any) -> tuple[Tensor, ...]:
     given = iter(args)
-    inputs, rows = next_record(HeadInputs, given), next_record(RowTensors, given)
-    saved, upstreams = next_record(RowOutputs, given), next_record(Upstreams, given)
-    needs, scalars = next_record(Needs, given), next_record(HeadScalars, given)
-    call = HeadCall(inputs, rows, scalars, whole(scalars.vocab_size), None)
-    return _backward(call, saved, upstreams, needs)
+    records = (HeadInputs, RowTensors, RowOutputs, Upstreams, Needs, HeadScalars)
+    inputs, rows, saved, upstreams, needs, scalars = (next_record(r, given) for r in records)
+    shard = whole(scalars.vocab_size)
+    return _backward(inputs, rows, scalars, shard, saved, upstreams, needs)
 
 
 def _schema(returns: int, *parts: type) -> str:

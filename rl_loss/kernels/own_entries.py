@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_loss.host import launching_on
 from rl_loss.kernels.records import OwnEntries, RowTensors
 from rl_loss.plan import width_block
 from rl_loss.vocab_parallel import PRIME, Shard
@@ -52,9 +51,8 @@ def own_entries(rows: RowTensors, shard: Shard) -> OwnEntries | None:
     within, counts = new(nnz), new(n)
     batch = torch.zeros(2, dtype=torch.int64, device=rows.ids.device)
     if n:
-        with launching_on(rows.ids):
-            _own_kernel[(n,)](
-                rows.ids, rows.offsets, rows.labels, within, counts, batch, shard.first,
-                shard.rows, **width_block(n, nnz),
-            )  # fmt: skip
+        _own_kernel[(n,)](
+            rows.ids, rows.offsets, rows.labels, within, counts, batch, shard.first, shard.rows,
+            **width_block(n, nnz),
+        )  # fmt: skip
     return OwnEntries(within, counts, batch.remainder_(PRIME))
