@@ -1,16 +1,21 @@
-"""The example runs with every option; slow: it learns, for three seeds."""
+"""The examples run with every option, and on several ranks alike; slow: they learn."""
 
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 for package in ("transformers", "matplotlib", "rich"):
     pytest.importorskip(package)
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "reverse_text.py"
+LOOP = EXAMPLE.with_name("fsdp_loop.py")
 
 
 def run(monkeypatch, capsys, tmp_path, *options: str) -> str:
@@ -71,3 +76,51 @@ def test_it_learns(monkeypatch, capsys, tmp_path, seed):
     assert last > 0.75
     steps = re.findall(r"^step +\d+ .*uncentered (\S+) .*tail_mass (\S+)", printed, re.MULTILINE)
     assert steps == [("0", "0")] * 80
+
+
+# --- on several ranks ---
+
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
+)
+RANKS = [(1, 1), (2, 1), (2, 2)]  # ranks, and how many of them split the vocabulary
+
+
+def curve(ranks: int, tp: int, *options: str, gpus: bool = False) -> list[str]:
+    """The lines that `fsdp_loop.py` prints; 0 ranks: one process without torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks else []), str(LOOP), "--tp", str(tp), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"^(?:reward|step) .*$", done.stdout, re.MULTILINE)
+
+
+@needs_gloo
+def test_ranks_print_the_curve_of_one_process():
+    quick = ("--steps", "3", "--warmup-steps", "3", "--prompts", "4", "--samples", "4")
+    one = curve(0, 1, *quick)
+    assert len(one) == 5
+    for ranks, tp in RANKS[1:]:
+        assert curve(ranks, tp, *quick) == one
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_ranks_learn_as_one_process_does():
+    one = curve(0, 1)
+    assert float(one[0].rpartition(" ")[2]) < 0.35
+    assert float(one[-1].rpartition(" ")[2]) > 0.9
+    for ranks, tp in [*RANKS, (4, 2)]:
+        assert curve(ranks, tp) == one
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_ranks_on_gpus_print_the_curve_of_one():
+    short = ("--steps", "10", "--warmup-steps", "50")
+    one = curve(0, 1, *short, gpus=True)
+    for ranks, tp in RANKS:
+        assert curve(ranks, tp, *short, gpus=True) == one
