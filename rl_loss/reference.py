@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rl_loss.csr import HEAD, segment_logsumexp, segment_sum
-from rl_loss.flat_rows import FlatRows, HeadArguments, HeadInputs
+from rl_loss.flat_rows import FlatRows, HeadArguments, HeadInputs, next_record
 from rl_loss.logits import LogitTransform, p_log_p
 
 # The most elements of a gathered block of weight rows, or of a block of logits.
@@ -43,10 +43,17 @@ def reference_lm_head(
         out[name] = out[name].index_copy(0, at, value)
 
     def block(function, chosen: Tensor) -> tuple[Tensor, ...]:
-        args = (inputs, rows, transform, chosen)
+        # Tensors one by one: what stands in a record a checkpoint around the head could not free.
+        args = *inputs, *rows, chosen
+
+        def of_tensors(*args):
+            given = iter(args)
+            records = next_record(HeadInputs, given), next_record(FlatRows, given)
+            return function(*records, transform, next(given))
+
         if not torch.is_grad_enabled():
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=False)
+            return of_tensors(*args)
+        return checkpoint(of_tensors, *args, use_reentrant=False)
 
     if not len(replayed) and not len(over_v):
         # Nothing is computed: the inputs get zeros and not None, from whatever output.

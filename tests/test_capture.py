@@ -22,8 +22,8 @@ ASKED = (RowKind.NONE, RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS)
 
 
 @pytest.fixture(autouse=True)
-def _on_the_kernels(monkeypatch):
-    """Small blocks, so that small rows have many, and no new memory that happens to hold zeros."""
+def _on_the_kernels(monkeypatch, unwritten_is_nan):
+    """Small blocks, so that small rows have many."""
     if INTERPRETED:
         import rl_loss.kernels.capture as kernels
 
@@ -31,11 +31,6 @@ def _on_the_kernels(monkeypatch):
         monkeypatch.setattr(capture_module, "_has_kernels", lambda logits: logits.dtype in narrow)
         for name, value in {"_BLOCK": 32, "_GROUP": 2, "_LIST": 32, "_ROWS": 16}.items():
             monkeypatch.setattr(kernels, name, value)
-        torch.use_deterministic_algorithms(True)  # fills what is only allocated with NaN
-        yield
-        torch.use_deterministic_algorithms(False)
-    else:
-        yield
 
 
 def test_in_the_interpreter():
