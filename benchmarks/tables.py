@@ -91,3 +91,12 @@ def draw(name: str, what: str) -> None:
     )
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    """Rows of the same columns, as a table of Markdown that a terminal shows aligned too."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    padded = ([c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,30 @@ def mixed_rows() -> Workload:
         sampler_tail_mass=torch.where(kind == 2, 0.1, torch.where(kind == 0, 1.0, 0.0)),
     )
     return _with_upstream("mixed", work.hidden, work.weight, work.labels, support)
+
+
+# --- how ids fall on equal shards of the vocabulary ---
+
+
+def even_ids(n: int, width: int, v: int) -> Tensor:
+    """Of each of `width` equal parts of the vocabulary one id at random, a row `[n * width]`."""
+    edges = torch.arange(width + 1) * v // width
+    place = torch.rand(n, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return (edges[:-1] + (place * edges.diff()).long()).flatten()
+
+
+def dealt(v: int, ranks: int) -> Tensor:
+    """New numbers `[V]` that deal the ids to the ranks by turns, in their order."""
+    return (torch.arange(v) % -(-v // ranks)).argsort(stable=True)
+
+
+def renumbered(work: Workload, ids: Tensor) -> Workload:
+    """The same rows with other ids `[nnz]`, the labels with them."""
+    old = work.support
+    label = (old.ids == work.labels[old.entry_rows]).nonzero()[:, 0]
+    fields = ("sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass")
+    support = Support(ids=ids.int(), **{name: getattr(old, name) for name in fields})
+    return replace(work, support=support, labels=ids[label].long())
 
 
 def _twice(rows: Tensor, ids: Tensor, v: int) -> Tensor:
