@@ -330,7 +330,8 @@ class MadeMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for value in tree_flatten(result)[0]:
-            if isinstance(value, Tensor) and value.layout == torch.strided:
+            # A checkpoint keeps empty tensors of its own.
+            if isinstance(value, Tensor) and value.layout == torch.strided and value.numel():
                 held = StorageWeakRef(value.untyped_storage())
                 self.made[held.cdata] = held, f"{func} {tuple(value.shape)}"
         return result

@@ -657,8 +657,10 @@ def test_ids_outside_the_vocabulary_touch_nothing(monkeypatch):
     fewer = hidden.detach()[12:].requires_grad_(), weight.detach().requires_grad_()
     rows = *fewer, labels[12:], support[12:].to(DEVICE)
     fused_lm_head(*rows, impl="triton").logprobs.sum().backward()
-    assert torch.equal(weight.grad, fewer[1].grad)
-    assert torch.equal(hidden.grad[12:], fewer[0].grad)
+    # In blocks of entries that begin elsewhere, and so in another order.
+    tolerance = {"rtol": 8 * torch.finfo(torch.float32).eps, "atol": 1e-6}
+    torch.testing.assert_close(weight.grad, fewer[1].grad, **tolerance)
+    torch.testing.assert_close(hidden.grad[12:], fewer[0].grad, **tolerance)
     assert torch.equal(hidden.grad[:12], torch.zeros(12, 16, device=DEVICE))
 
 
