@@ -10,7 +10,8 @@ from torch.utils._pytree import register_dataclass
 from rl_loss.arguments import require_tensor
 from rl_loss.csr import first_row
 from rl_loss.host import host_sees
-from rl_loss.loss.metrics import Metrics
+
+Metrics = dict[str, Tensor]  # 0-dim each
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What a person watches: means and maxima with the counts that combine them exactly."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,12 +9,8 @@ from torch import Tensor
 
 from rl_loss.arguments import require_tensor
 from rl_loss.loss.centering import Centering
+from rl_loss.loss.inputs import LossOutputs, Metrics
 from rl_loss.loss.rows import LOG_RATIO_MAX, SupportEntries, Tokens
-
-if TYPE_CHECKING:
-    from rl_loss.loss.inputs import LossOutputs
-
-Metrics = dict[str, Tensor]
 
 
 class MetricTable:
@@ -119,7 +115,7 @@ def combine_metrics(parts: Iterable[tuple[Metrics, Metrics]]) -> tuple[Metrics, 
 
 
 def reduce_metrics(
-    outputs: "LossOutputs | Iterable[LossOutputs]", group: Any = None
+    outputs: LossOutputs | Iterable[LossOutputs], group: Any = None
 ) -> tuple[Metrics, Metrics]:
     """The metrics of all ranks' losses as if they had been one batch, in two all-reduces.
 
