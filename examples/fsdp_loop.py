@@ -36,7 +36,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import TopPLogitsWarper
 
-from rl_loss import FusedLMHead, LossInputs, combine_metrics, icepop_loss
+from rl_loss import (
+    FusedLMHead,
+    LossInputs,
+    global_token_count,
+    icepop_loss,
+    reduce_metrics,
+)
 
 # --- the ranks ---
 
@@ -88,18 +94,6 @@ def clip_gradients(parts: list[nn.Module], limit: float) -> None:
         nn.utils.clip_grads_with_norm_(own, limit, norm)
 
 
-def curve_points(metrics: dict[str, Tensor], counts: dict[str, Tensor], group) -> list[float]:
-    """The metrics that a step prints, of all parts of the batch."""
-    names = CURVES.values()
-    part = tuple({name: found[name].cpu() for name in names} for found in (metrics, counts))
-    parts = [part]
-    if group is not None:
-        parts *= dist.get_world_size(group)
-        dist.all_gather_object(parts, part, group)
-    combined, _ = combine_metrics(parts)
-    return [combined[name].item() for name in names]
-
-
 # --- the loop ---
 
 
@@ -139,24 +133,23 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None, bar: Progress) -> N
         own, rows = slice(first, last), slice(first * task.length, last * task.length)
         labels = data.completions[own]
         hidden = completion_hidden(model, prompts[own], labels)
+        output = head(hidden, labels=labels, support=data.support[rows])
         inputs = LossInputs.from_head(
-            head(hidden, labels=labels, support=data.support[rows]),
+            output,
             inference_logprobs=data.logprobs[own],
             advantages=advantages[own],
         )
         out = icepop_loss(inputs)
-        tokens = torch.tensor(labels.numel())  # every completion token counts, on all ranks
-        if group is not None:
-            dist.all_reduce(tokens, group=group)
+        tokens = global_token_count(output.active, group)
         optimizer.zero_grad()
         (out.loss / tokens * parts).backward()  # FSDP2 takes the mean over its ranks
         clip_gradients([model.base_model, model.lm_head], 1.0)
         optimizer.step()
         publish()
 
-        points = [rewards.mean().item(), *curve_points(out.metrics, out.metric_counts, group)]
-        named = zip(("reward", *CURVES), points, strict=True)
-        line = "  ".join(f"{name} {value:.3g}" for name, value in named)
+        metrics, _ = reduce_metrics(out, group)
+        points = {"reward": rewards.mean(), **{n: metrics[m] for n, m in CURVES.items()}}
+        line = "  ".join(f"{name} {value.item():.3g}" for name, value in points.items())
         bar.console.print(f"step {step:3d}  {line}", highlight=False, soft_wrap=True)
     report_reward("at the end")
 
