@@ -49,6 +49,9 @@ from rl_loss import (
 
 def start_ranks(tp: int) -> DeviceMesh | None:
     """The ranks of `torchrun`, [parts of the batch, parts of the vocabulary]; None: no ranks."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks % tp:
+        raise ValueError(f"--tp must divide the number of ranks, {ranks}, got {tp}")
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -58,9 +61,6 @@ def start_ranks(tp: int) -> DeviceMesh | None:
     if not dist.is_torchelastic_launched():
         return None
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    ranks = dist.get_world_size()
-    if ranks % tp:
-        raise ValueError(f"--tp must divide the number of ranks, {ranks}, got {tp}")
     shape, names = (ranks // tp, tp), ("batch", "vocabulary")
     return init_device_mesh("cuda" if on_gpus else "cpu", shape, mesh_dim_names=names)
 
