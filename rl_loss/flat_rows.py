@@ -1,5 +1,6 @@
 """The arguments of a head, checked, and its N flat rows; what goes in, and what comes back."""
 
+import copy
 import math
 import os
 import sys
@@ -100,13 +101,21 @@ class HeadArguments:
 
     def __post_init__(self) -> None:
         cut_by_torch = is_dtensor(self.weight) and self.process_group is not None
-        rows = len(require_tensor("weight", self.weight))  # of all ranks, where so cut
+        if require_tensor("weight", self.weight).dim() != 2:
+            raise ValueError(f"weight must be [V, H], got {tuple(self.weight.shape)}")
+        rows = len(self.weight)  # of all ranks, where so cut
         for name in ("weight", "bias"):
             local = local_tensor(name, getattr(self, name), self.process_group)
             object.__setattr__(self, name, local)
         object.__setattr__(self, "shard", _shard(self, rows, cut_by_torch))
         _check_tensors(self)
         _check_options(self)
+
+    def with_active(self, active: Tensor) -> "HeadArguments":
+        """The same, checked already, with another mask."""
+        other = copy.copy(self)
+        object.__setattr__(other, "active", active)
+        return other
 
     @property
     def n(self) -> int:
@@ -242,7 +251,7 @@ def _temperatures(given: HeadArguments, on: Tensor) -> Tensor:
     if not isinstance(temperature, Tensor):
         return torch.full((len(on),), float(temperature), dtype=dtype, device=on.device)
     temperature = temperature.to(dtype).expand(given.labels.shape).reshape(-1)
-    good = (temperature > 0) & (temperature < torch.inf)
+    good = (temperature > 0) & (temperature < torch.inf) & (1 / temperature < torch.inf)
     bad = on & ~good
     if host_sees(temperature.device) and bad.any():
         row = first_row(bad)
@@ -353,12 +362,12 @@ def logit_transform(
     return LogitTransform(softcap, logit_scale, rounded)
 
 
-def check_vocab_size(vocab_size: int | None, rows: int) -> None:
-    """Refuses a vocabulary that the rows of the weight do not hold."""
+def check_vocab_size(vocab_size: int | None, rows: int | None = None) -> None:
+    """Refuses what is no size, or one that the rows of the weight do not hold."""
     if vocab_size is None:
         return
     require_count("vocab_size", vocab_size, 1)
-    if vocab_size > rows:
+    if rows is not None and vocab_size > rows:
         raise ValueError(f"vocab_size must be at most the weight's {rows} rows, got {vocab_size}")
 
 

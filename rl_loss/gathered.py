@@ -140,8 +140,9 @@ def _entry_grads(
     if upstreams.logprobs is not None:
         u += torch.where(ids == rows.labels[at], upstreams.logprobs[at], 0.0)
     if upstreams.tail_logprobs is not None:
-        unknown = ~rows.known[saved.entries]
-        tail = torch.where(unknown, saved.tail_logprobs[place], 0.0)
+        tail = saved.tail_logprobs[place]
+        unknown = ~rows.known[saved.entries] & (tail > -torch.inf)  # else p puts nothing there
+        tail = torch.where(unknown, tail, 0.0)
         share = torch.where(unknown, logp - tail, -torch.inf).exp()
         u += torch.where(unknown, share * upstreams.tail_logprobs[at], 0.0)
     p = logp.exp()

@@ -217,7 +217,7 @@ class FusedLMHead(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         logit_transform(softcap, logit_scale)
-        check_vocab_size(vocab_size, out_features)
+        check_vocab_size(vocab_size)  # of all ranks, where out_features are one rank's
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.softcap, self.logit_scale, self.vocab_size = softcap, logit_scale, vocab_size
 
@@ -377,7 +377,7 @@ def _of_all_ranks(shard: Shard, z: Tensor, parts: list[RankLogits], rows: FlatRo
             torch.cat([z, *(part.entries for part in parts)]),
             torch.cat([part.labels for part in parts]),
             torch.cat([part.stats for part in parts], 1),
-            fingerprint(rows.labels, rows.ids, z.dtype),
+            fingerprint(rows, shard, z.dtype),
         )
     )
     z, *entries = whole.entries.split([len(z), *(len(part.entries) for part in parts)])

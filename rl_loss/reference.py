@@ -96,13 +96,13 @@ def whole_inputs(given: HeadArguments) -> HeadInputs:
         return inputs.cut(shard.vocab_size)
     hidden, weight, bias = inputs
     if shard.sequence_parallel:
-        hidden = _Gathered.apply(hidden, shard, len(hidden))
-    weight = _Gathered.apply(weight, shard, shard.most)
-    bias = None if bias is None else _Gathered.apply(bias, shard, shard.most)
+        hidden = _AllRows.apply(hidden, shard, len(hidden))
+    weight = _AllRows.apply(weight, shard, shard.most)
+    bias = None if bias is None else _AllRows.apply(bias, shard, shard.most)
     return HeadInputs(hidden, weight, bias).cut(shard.vocab_size)
 
 
-class _Gathered(torch.autograd.Function):
+class _AllRows(torch.autograd.Function):
     """The rows of all ranks, `most` of each; the gradient of this rank's own goes back to it."""
 
     @staticmethod

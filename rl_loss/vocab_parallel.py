@@ -106,7 +106,8 @@ class Shard:
         """The logits of all ranks: one sum, in which each rank's statistics have a column.
 
         Raises:
-            ValueError: ranks whose labels or supports differ; on a GPU all becomes NaN.
+            ValueError: ranks whose labels, supports or shares of the vocabulary differ; on a GPU
+                all becomes NaN.
         """
         if self.alone:
             return own
@@ -123,8 +124,9 @@ class Shard:
         if host_sees(buffer.device):
             if differ:
                 raise ValueError(
-                    "labels and support must be the same on every rank of process_group: whole "
-                    "rows, of which each rank's weight has its own ids"
+                    "labels and support must be the same on every rank of process_group, and the "
+                    "weight split alike: equal numbers of rows, the last ranks' padded, or a "
+                    "DTensor"
                 )
         else:
             buffer += torch.where(differ, torch.nan, 0.0)
@@ -152,13 +154,15 @@ class Shard:
         return _after(work, part)
 
 
-def fingerprint(labels: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[2]` small integers that hardly two batches have alike: of the labels, and of the ids."""
+def fingerprint(rows: Any, shard: Shard, dtype: torch.dtype) -> Tensor:
+    """`[4]` small integers that hardly two batches have alike, of labels and kinds, ids and which
+    of them are known; and how the vocabulary is split. `rows` as `FlatRows`."""
     sums = []
-    for values in (labels.reshape(-1), ids):
+    for values in (rows.labels.long() * 4 + rows.kind, rows.ids.long() * 2 + rows.known):
         place = torch.arange(len(values), device=values.device) % 1021 + 1
         sums.append((values * place).sum() % PRIME)
-    return torch.stack(sums).to(dtype)
+    split = torch.tensor([shard.most, shard.vocab_size], device=rows.ids.device) % PRIME
+    return torch.cat([torch.stack(sums), split]).to(dtype)
 
 
 def _after(work: Any, result: Tensor) -> Callable[[], Tensor]:

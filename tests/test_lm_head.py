@@ -570,6 +570,10 @@ def test_a_vocabulary_that_the_weight_does_not_hold_is_refused(impl, given, mess
     batch = random_batch(4)
     with pytest.raises(ValueError, match=message):
         head(batch, impl, vocab_size=given)
+    if given == 32:  # a module may hold one rank's rows of more
+        with pytest.raises(ValueError, match=message):
+            FusedLMHead(7, 31, vocab_size=given)(batch.hidden.float(), batch.labels)
+        return
     with pytest.raises(ValueError, match=message):
         FusedLMHead(7, 31, vocab_size=given)
     with pytest.raises(ValueError, match=message):
@@ -777,3 +781,31 @@ def test_a_sharded_weight_is_refused_and_a_replicated_one_is_not():
         assert whole.grad.to_local().abs().max() > 0
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_tail_that_p_puts_nothing_on_has_no_gradient(impl):
+    """The one id of unknown q has a bias of -inf."""
+    support = Support.from_rows([([5, 2], [-0.1, torch.nan])])
+    hidden = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(9, dtype=torch.float64)
+    bias[2] = -torch.inf
+    out = fused_lm_head(hidden, weight, torch.tensor([5]), support, bias=bias, impl=impl)
+    assert out.trainer_tail_logprobs.tolist() == [-torch.inf]
+    values = {"inference_logprobs": torch.tensor([-0.1]), "advantages": torch.ones(1)}
+    icepop_loss(LossInputs.from_head(out, **values)).loss.backward()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_temperature_whose_inverse_overflows_is_none(impl):
+    hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
+    temperature = torch.tensor([1.0, 1e-40])
+    with pytest.raises(
+        ValueError, match=r"temperature must be above 0 and finite, got .* in row 1"
+    ):
+        fused_lm_head(hidden, weight, torch.tensor([1, 2]), temperature=temperature, impl=impl)
+    with pytest.raises(ValueError, match=r"weight must be \[V, H\], got \(\)"):
+        fused_lm_head(hidden, torch.tensor(1.0), torch.tensor([1, 2]), impl=impl)

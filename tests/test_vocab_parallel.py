@@ -249,6 +249,28 @@ def test_ranks_with_other_labels_or_supports(impl):
     run_ranks(other_batches, 2, impl, interpreted=interpreted)
 
 
+def unequal_parts(rank: int, impl: str) -> None:
+    """`chunk` of 31 rows is 16 and 15: no equal shards, and no padding that makes them so."""
+    device = rank_device(rank)
+    batch = make(Case(), device)
+    weight = batch.weight.chunk(2)[rank]
+    given = batch.hidden, weight, batch.labels.clamp(max=14), None
+    options = {"process_group": dist.group.WORLD, "impl": impl}
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="the weight split alike"):
+            fused_lm_head(*given, **options)
+    else:
+        assert fused_lm_head(*given, **options).logprobs.isnan().all()
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_unequal_parts_are_told(impl):
+    interpreted = impl == "triton" and not on_gpus(2)
+    if interpreted:
+        pytest.importorskip("triton")
+    run_ranks(unequal_parts, 2, impl, interpreted=interpreted)
+
+
 def refusals(rank: int) -> None:
     group, ranks = dist.group.WORLD, dist.get_world_size()
     batch = make(Case(), rank_device(rank))

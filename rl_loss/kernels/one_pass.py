@@ -5,7 +5,6 @@ log-probabilities, loss, its slopes and the gradient while that chunk's logits a
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,7 @@ def one_pass(given: HeadArguments, loss: Loss, per_token: dict[str, Tensor | Non
     support, active = given.support_or_none(), given.active
     if active is not None and active.device.type != "cpu" and len(support.plan.over_v):
         active = active.cpu()  # the one sync: which rows are in a chunk
-        given = replace(given, active=active)
+        given = given.with_active(active)
     on, shard = given.active_on_device(), given.shard
     rows, scalars = row_tensors(given, on)
     hidden, weight, bias = given.inputs

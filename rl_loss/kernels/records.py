@@ -97,7 +97,7 @@ class OwnEntries(NamedTuple):
 
     within: Tensor  # [nnz] int32 their places in the row, from each row's start on
     counts: Tensor  # [N] int32 how many each row has
-    batch: Tensor  # [2] int64 what all ranks must have alike
+    batch: Tensor  # [4] int64 what all ranks must have alike
 
 
 class Logit(NamedTuple):
