@@ -36,6 +36,7 @@ from rl_loss.vocab_parallel import (
     RankLogits,
     Shard,
     fingerprint,
+    outside_graphs,
     over_ranks_outside_graphs,
 )
 
@@ -328,8 +329,10 @@ class _FusedLMHead(torch.autograd.Function):
         saved = _Saved(gathered, dense, next_record(Dense, tensors))
         needs = Needs(*ctx.needs_input_grad[:3])
         shaped = (None if u is None else u.reshape(-1) for u in upstreams)
+        given = inputs, rows, ctx.options, saved, Upstreams(*shaped), needs
         with torch.autocast(inputs.hidden.device.type, enabled=False):
-            grads = plain_bwd(inputs, rows, ctx.options, saved, Upstreams(*shaped), needs)
+            alone = ctx.options.shard.alone
+            grads = plain_bwd(*given) if alone else outside_graphs(plain_bwd, *given)
         return *grads, None, None
 
 
