@@ -50,8 +50,8 @@ class Machine:
 
 def forward_sum(nnz: int, over_v: int, ranks: int, calls: int = 1) -> int:
     """Bytes of the forward's all-reduce: logits of entries and labels; of every row over the
-    vocabulary three numbers a rank; two of a rank's whole batch in each call."""
-    return 4 * (nnz + over_v + (3 * over_v + 2 * calls) * ranks)
+    vocabulary three numbers a rank; four of a rank's whole batch in each call."""
+    return 4 * (nnz + over_v + (3 * over_v + 4 * calls) * ranks)
 
 
 def hidden_sum(n: int, h: int) -> int:
