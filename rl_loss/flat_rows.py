@@ -151,7 +151,7 @@ class HeadArguments:
             )
         return True
 
-    def support_or_none(self) -> Support:
+    def support_or_empty(self) -> Support:
         """The support, on the device of the hidden states; rows of kind NONE where not given."""
         if self.support is not None:
             return self.support
@@ -220,7 +220,7 @@ class FlatRows(NamedTuple):
 
 def flat_rows(given: HeadArguments) -> FlatRows:
     """Checks the values that the host sees; flattens to N rows, neutral where inactive."""
-    n, support, active = given.n, given.support_or_none(), given.active
+    n, support, active = given.n, given.support_or_empty(), given.active
     labels = given.labels.reshape(n)
     if active is None or active.device.type == "cpu":
         check_recorded(support, active)

@@ -18,10 +18,6 @@ from torch import Tensor
 
 from rl_loss.host import host_sees
 
-# The same calls under the names that torch gave them later.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 PRIME = 1048573  # what a fingerprint is taken by: its remainders are float32 numbers
 _NOWHERE = 2**31 - 1  # the local number of an id of another rank
 
@@ -99,7 +95,7 @@ class Shard:
         if not self.sequence_parallel:
             return hidden
         whole = hidden.new_empty(self.ranks * len(hidden), hidden.shape[1])
-        _all_gather(whole, hidden.contiguous(), group=self.group)
+        _call("all_gather")(whole, hidden.contiguous(), group=self.group)
         return whole
 
     def sum_logits(self, own: RankLogits) -> RankLogits:
@@ -109,8 +105,6 @@ class Shard:
             ValueError: ranks whose labels, supports or shares of the vocabulary differ; on a GPU
                 all becomes NaN.
         """
-        if self.alone:
-            return own
         rank, ranks = dist.get_rank(self.group), self.ranks
         e, d, b = len(own.entries), len(own.labels), len(own.batch)
         buffer = own.entries.new_zeros(e + d + (3 * d + b) * ranks)
@@ -150,7 +144,7 @@ class Shard:
             work = dist.all_reduce(own, group=self.group, async_op=True)
             return _after(work, own)
         part = own.new_empty(len(own) // self.ranks, own.shape[1])
-        work = _reduce_scatter(part, own, group=self.group, async_op=True)
+        work = _call("reduce_scatter")(part, own, group=self.group, async_op=True)
         return _after(work, part)
 
 
@@ -163,6 +157,12 @@ def fingerprint(rows: Any, shard: Shard, dtype: torch.dtype) -> Tensor:
         sums.append((values * place).sum() % PRIME)
     split = torch.tensor([shard.most, shard.vocab_size], device=rows.ids.device) % PRIME
     return torch.cat([torch.stack(sums), split]).to(dtype)
+
+
+def _call(name: str) -> Callable:
+    """The collective of one tensor each way, by the name that this torch has for it."""
+    older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+    return getattr(dist, f"{name}_single", None) or getattr(dist, older[name])
 
 
 def _after(work: Any, result: Tensor) -> Callable[[], Tensor]:

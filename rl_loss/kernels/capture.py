@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.records import KIND_DRAWS, KIND_FAILED, KIND_HEAD, KIND_NONE, KIND_REPLAY
+
 _BLOCK = 512  # ids: fewer make more facts to join, more make more ids to read again
 _ROWS = 1024  # widths compared at a time
 _LIST = 1024  # ids of a row that may be among its likeliest
@@ -42,7 +44,7 @@ def _block_facts_kernel(
 ):
     row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
     asked = tl.load(kind + row)
-    if (asked >= 1) & (asked <= 3):
+    if (asked >= KIND_REPLAY) & (asked <= KIND_DRAWS):
         z_row, lane = logits + row * stride, tl.arange(0, BLOCK)
         start = group * GROUP
         end = tl.minimum(start + GROUP, blocks)
@@ -88,8 +90,8 @@ def _row_facts_kernel(
     row = tl.program_id(0).to(tl.int64)
     asked = tl.load(kind + row)
     own_logprob = tl.full([], float("nan"), dtype=tl.float32)
-    entries = tl.where(asked == 0, 0, -1).to(tl.int64)
-    if (asked >= 1) & (asked <= 3):
+    entries = tl.where(asked == KIND_NONE, 0, -1).to(tl.int64)
+    if (asked >= KIND_REPLAY) & (asked <= KIND_DRAWS):
         lane = tl.arange(0, LANES)
         here, inside = row * blocks + lane, lane < blocks
         m_block = tl.load(largest + here, mask=inside, other=float("-inf"))
@@ -107,7 +109,7 @@ def _row_facts_kernel(
         fine = (own > float("-inf")) & ((low - m) - total > float("-inf"))
         if fine & (tl.min(number, axis=0) >= 0):
             own_logprob = (own - m) - total
-            entries = tl.where(asked == 3, draws, tl.sum(number, axis=0)).to(tl.int64)
+            entries = tl.where(asked == KIND_DRAWS, draws, tl.sum(number, axis=0)).to(tl.int64)
             tl.store(top + row, m)
             tl.store(log_total + row, total)
             tl.store(mass + here, part * tl.exp(-total), mask=inside)
@@ -167,7 +169,7 @@ def _top_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     found = tl.load(needed + row)
-    if (tl.load(kind + row) == 2) & (found > 0):
+    if (tl.load(kind + row) == KIND_HEAD) & (found > 0):
         z_row = logits + row * stride
         hits_row, listed_row = hits + row * blocks, listed + row * LIST
         m, total = tl.load(top + row), tl.load(log_total + row)
@@ -269,7 +271,7 @@ def _draws_kernel(
 ):
     """One draw of a DRAWS row: the id where the running sum of q passes its uniform number."""
     row, j = (tl.program_id(0) // draws).to(tl.int64), tl.program_id(0) % draws
-    if (tl.load(kind + row) == 3) & (tl.load(needed + row) > 0):
+    if (tl.load(kind + row) == KIND_DRAWS) & (tl.load(needed + row) > 0):
         lane = tl.arange(0, LANES)
         part = tl.load(mass + row * blocks + lane, mask=lane < blocks, other=0.0)
         upto = tl.cumsum(part, axis=0)
@@ -314,8 +316,8 @@ def _fit_kernel(
     fits = (mine >= 0) & (tl.sum(narrower, axis=0) + mine <= capacity)
     wanted = tl.load(asked + row)
     tl.store(counts + row, tl.where(fits, mine, -1))
-    tl.store(kind + row, tl.where(fits, wanted, -1).to(tl.int8))
-    tl.store(tail + row, tl.where(fits & (wanted != 0), tl.load(tail + row), 1.0))
+    tl.store(kind + row, tl.where(fits, wanted, KIND_FAILED).to(tl.int8))
+    tl.store(tail + row, tl.where(fits & (wanted != KIND_NONE), tl.load(tail + row), 1.0))
     if row == 0:
         tl.store(needed_in_all, tl.sum(everyone, axis=0))
 
@@ -345,7 +347,7 @@ def _write_kernel(
     count = tl.load(counts + row)
     if count > 0:
         out = packed + (tl.load(ends + row) - count)
-        if tl.load(kind + row) == 1:
+        if tl.load(kind + row) == KIND_REPLAY:
             m, total = tl.load(top + row), tl.load(log_total + row)
             kept_row, start = kept + row * blocks, group * GROUP
             behind = tl.load(kept_row + start)

@@ -45,7 +45,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, wei
 
 def one_pass(given: HeadArguments, loss: Loss, per_token: dict[str, Tensor | None]) -> LossOutputs:
     """See `fused_lm_head_loss`; `per_token` are the loss's values `[...]` by name."""
-    support, active = given.support_or_none(), given.active
+    support, active = given.support_or_empty(), given.active
     if active is not None and active.device.type != "cpu" and len(support.plan.over_v):
         active = active.cpu()  # the one sync: which rows are in a chunk
         given = given.with_active(active)

@@ -174,7 +174,7 @@ class HeadCall:
 
 def row_tensors(given: HeadArguments, on: Tensor) -> tuple[RowTensors, HeadScalars]:
     """The arguments of a head as its kernels take them; `on` is `active` on the device."""
-    n, support = given.n, given.support_or_none()
+    n, support = given.n, given.support_or_empty()
     plan = support.plan_for(given.ids)
     if not plan.sound and (given.active is None or given.active.device.type == "cpu"):
         check_recorded(support, given.active)
