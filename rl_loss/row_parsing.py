@@ -229,12 +229,15 @@ def per_row(name: str, value: Any, n: int, dtype: torch.dtype, device: Any) -> T
 def default_tail_mass(columns: Columns, offsets: Tensor) -> Tensor:
     """`[N]` float64: 0 on complete REPLAY and on DRAWS rows, else what q leaves over."""
     ids, logprobs, known, counts, kind = columns
-    rows = rows_of_entries(offsets, len(ids))
     zeros = torch.zeros(len(counts), dtype=torch.float64, device=ids.device)
+    draws, replay = kind == RowKind.DRAWS, kind == RowKind.REPLAY
+    if ids.device.type == "cpu" and known.all() and (draws | replay | (counts == 0)).all():
+        return torch.where(counts > 0, zeros, 1.0)  # as below, without the sums: half of the time
+    rows = rows_of_entries(offsets, len(ids))
     q = torch.where(known, logprobs.double().exp(), 0.0)
     missing = (1 - zeros.index_add(0, rows, q)).clamp(min=0)
     unknown = zeros.index_add(0, rows, (~known).double())
-    whole = (kind == RowKind.DRAWS) | ((kind == RowKind.REPLAY) & (unknown == 0))
+    whole = draws | (replay & (unknown == 0))
     return torch.where(whole & (counts > 0), 0.0, missing)
 
 

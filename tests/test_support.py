@@ -121,6 +121,17 @@ def test_the_default_tail_is_summed_in_float64():
     assert tail[1:].tolist() == [0, 0]
 
 
+@PROPERTY
+@given(tagged_rows(kinds=(REPLAY, DRAWS, NONE, FAILED)), st.booleans())
+def test_the_default_tail_of_a_row_is_the_same_beside_any_other(rows, complete):
+    """Where all rows are whole nothing is summed, and among others each is."""
+    pairs = [(row.ids, row.logprobs, [True if complete else k for k in row.known]) for row in rows]
+    kinds = [int(row.kind) for row in rows]
+    alone = Support.from_rows(pairs, kind=kinds).sampler_tail_mass
+    beside = Support.from_rows([*pairs, ([1, 2], [-1.0, -1.0])], kind=[*kinds, HEAD])
+    assert torch.equal(beside.sampler_tail_mass[:-1], alone)
+
+
 @pytest.mark.parametrize("tail_mass", [0.25, [0.25, 0.25], torch.tensor([0.25, 0.25])])
 def test_a_given_tail_mass_is_kept(tail_mass):
     expected = [0.25, 0.25]
