@@ -34,9 +34,9 @@ from rl_loss.vocab_parallel import Shard, outside_graphs, whole
 
 
 def kernel_head(given: HeadArguments, on: Tensor) -> tuple[Tensor, ...]:
-    """logprobs `[...]`, support_logprobs `[nnz]`, tails `[...]`, entropy `[...]`, valid `[nnz]`
-    bool; `on` is `active` on the device. Inactive rows are 0."""
-    return _KernelHead.apply(*given.inputs, *row_tensors(given, on), given.shard)[:5]
+    """logprobs `[...]`, support_logprobs `[nnz]`, tails `[...]`, entropy `[...]`, full_logprobs
+    `[...]`, valid `[nnz]` bool; `on` is `active` on the device. Inactive rows are 0."""
+    return _KernelHead.apply(*given.inputs, *row_tensors(given, on), given.shard)[:6]
 
 
 class _KernelHead(torch.autograd.Function):
@@ -48,7 +48,7 @@ class _KernelHead(torch.autograd.Function):
             hidden = shard.gather_rows(hidden)
             out = _forward(HeadInputs(hidden, weight, bias), rows, scalars, shard)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out[4:])
+        ctx.mark_non_differentiable(*out[5:])
         ctx.save_for_backward(hidden, weight, bias, *rows, *out)
         ctx.scalars, ctx.shard = scalars, shard
         return tuple(out)
@@ -56,7 +56,7 @@ class _KernelHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstreams):
-        upstreams, needs = Upstreams(*upstreams[:4]), Needs(*ctx.needs_input_grad[:3])
+        upstreams, needs = Upstreams(*upstreams[:5]), Needs(*ctx.needs_input_grad[:3])
         if upstreams.none:
             return (None,) * 6
         if torch.compiler.is_compiling() and ctx.shard.alone:
@@ -88,6 +88,8 @@ def head_bwd(
     """The gradients of hidden, weight and bias; empty where not needed."""
     if not call.scalars.entropy:
         upstreams = upstreams._replace(entropy=None)
+    if not call.scalars.full:
+        upstreams = upstreams._replace(full_logprobs=None)
     grads = EntryGrads.new(call)
     entry_grads(call, grads, saved, upstreams)
     d_weight, d_bias = call.hidden.new_empty(0), call.hidden.new_empty(0)
