@@ -288,13 +288,13 @@ def _breaks_a_rule(
     return bad | ((kind > NONE) & (support.offsets.diff() == 0))
 
 
-def rows_over_v(given: HeadArguments, support: Support, plan_rows: Tensor) -> Tensor:
-    """The rows of which a head takes something over the vocabulary, `[D]` int64 on the device;
-    `plan_rows` are those that the plan names.
+def rows_over_v(given: HeadArguments, support: Support, plan_rows: Tensor, replay: bool) -> Tensor:
+    """The rows that are normalised over the vocabulary, `[D]` int64 on the device, with `replay`
+    REPLAY rows among them; `plan_rows` are those without them that the plan names.
 
     A mask on the device costs a sync where there are any; one on the host does not.
     """
-    active, replay = given.active, given.replay_over_v
+    active = given.active
     if not replay and (active is None or len(plan_rows) == 0):
         return plan_rows
     rows = host_rows_over_v(support, active, replay).to(support.device, non_blocking=True)

@@ -149,11 +149,14 @@ def test_each_output_alone(which):
 @kernels
 @pytest.mark.parametrize("kinds", [REPLAY, MIXED], ids=["replay", "mixed"])
 @pytest.mark.parametrize("entropy", ["support", "full"])
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", [*range(5), "mass"])
 def test_each_output_alone_beside_full_log_probabilities(which, entropy, kinds):
-    """Rows of one id, of some, of all of V."""
+    """Rows of one id, of some, of all of V; and what is made of two of them, the kept mass."""
 
     def read(parts):
+        if which == "mass":  # beside one of the two, for its gradient is a small difference of both
+            mass = (parts[4] - parts[0]).exp()
+            return [mass], weighted_sum([mass, parts[4]])
         return [parts[which]], weighted_sum([parts[which]])
 
     batch = random_batch(9, 5, 17, kinds=kinds, widths=(3, 1, 17, 9, 2))
@@ -197,6 +200,39 @@ def test_all_that_is_full_comes_of_the_same_blocks(monkeypatch):
             seen.append(cells)
             calls.clear()
     assert seen == [[(0, 7), (6, 7), (12, 7)]] * 6
+
+
+@kernels
+@pytest.mark.parametrize("kinds", [REPLAY, MIXED], ids=["replay", "mixed"])
+@pytest.mark.parametrize("given", [(None, True), ("full", False), ("support", True)], ids=str)
+@pytest.mark.parametrize("where", ["cpu", DEVICE] if DEVICE == "cuda" else ["cpu"])
+def test_what_is_but_logged_of_replayed_rows_costs_no_block_in_the_backward(
+    kinds, given, where, monkeypatch
+):
+    """Its one product is the forward's; the gradient is of what was read."""
+    import rl_loss.kernels.blocks as blocks
+
+    monkeypatch.setattr(blocks, "_LEAST_IDS", 17)
+    backward = spied(monkeypatch, blocks, "to_grads")
+    batch, on = random_batch(9, 6, 17, kinds=kinds), torch.arange(9) != 5
+    options = {"entropy": given[0], "full": given[1]}
+
+    def logged(parts):
+        return parts, weighted_sum(parts[:3])
+
+    def rows_in_blocks(read):
+        backward.clear()
+        got = kernel_results(batch, read, active=on.to(where), **options)
+        exact = batch.leaves(torch.float64)
+        wanted = results(exact, naive_head(exact, active=on, **options), read)
+        assert_exact(got, wanted, allowed_for(batch, read, active=on, **options))
+        return torch.cat([on[:0].long(), *(call.args[1].rows.cpu() for call in backward)]).tolist()
+
+    over_v, every = on & (batch.support.kind != RowKind.REPLAY), on.nonzero()[:, 0].tolist()
+    # Behind a mask on the device it would take a second sync to tell them apart.
+    told = where == "cpu" or kinds == REPLAY
+    assert rows_in_blocks(logged) == (over_v.nonzero()[:, 0].tolist() if told else every)
+    assert rows_in_blocks(as_they_are) == every
 
 
 @kernels

@@ -4,6 +4,7 @@ The operators take tensors and scalars alone, so that `torch.compile` sees them 
 the same functions are called without the dispatcher in between.
 """
 
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 import torch
@@ -28,7 +29,14 @@ from rl_loss.kernels.gradient_sums import (
     weight_sums,
 )
 from rl_loss.kernels.own_entries import own_entries
-from rl_loss.kernels.records import HeadCall, HeadScalars, RowOutputs, RowTensors, row_tensors
+from rl_loss.kernels.records import (
+    ENTROPY,
+    HeadCall,
+    HeadScalars,
+    RowOutputs,
+    RowTensors,
+    row_tensors,
+)
 from rl_loss.kernels.rows import normalise
 from rl_loss.vocab_parallel import Shard, outside_graphs, whole
 
@@ -90,6 +98,10 @@ def head_bwd(
         upstreams = upstreams._replace(entropy=None)
     if not call.scalars.full:
         upstreams = upstreams._replace(full_logprobs=None)
+    entropy_v = None if call.scalars.entropy != ENTROPY["full"] else upstreams.entropy
+    if entropy_v is None and upstreams.full_logprobs is None:
+        # Nothing reads what was taken of REPLAY rows over the vocabulary: it costs no product here.
+        call = replace(call, rows=call.rows._replace(over_v=call.rows.normalised_v))
     grads = EntryGrads.new(call)
     entry_grads(call, grads, saved, upstreams)
     d_weight, d_bias = call.hidden.new_empty(0), call.hidden.new_empty(0)

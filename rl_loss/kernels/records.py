@@ -46,6 +46,7 @@ class RowTensors(NamedTuple):
     tiles: Tensor  # [T] int64: of the REPLAY rows whose logits are gathered
     wide: Tensor  # [W] int64: the REPLAY rows whose logits come of blocks over the vocabulary
     over_v: Tensor  # [D] int64: the rows of which something is taken over the vocabulary
+    normalised_v: Tensor  # int64: those of them that are normalised over it, or more
 
 
 class HeadScalars(NamedTuple):
@@ -186,6 +187,12 @@ def row_tensors(given: HeadArguments, on: Tensor) -> tuple[RowTensors, HeadScala
         temperature = given.temperature.expand(given.labels.shape).reshape(n).contiguous()
     else:
         one = float(given.temperature)
+    replay = given.replay_over_v
+    over_v = rows_over_v(given, support, plan.over_v, replay)
+    normalised_v = over_v
+    masked = given.active is not None and given.active.device.type != "cpu"
+    if replay and not (masked and len(plan.over_v)):  # which would cost a second sync
+        normalised_v = rows_over_v(given, support, plan.over_v, replay=False)
     rows = RowTensors(
         labels=given.labels.contiguous(),
         temperature=temperature,
@@ -196,7 +203,8 @@ def row_tensors(given: HeadArguments, on: Tensor) -> tuple[RowTensors, HeadScala
         kind=support.kind,
         tiles=plan.tiles,
         wide=_active_wide(given.active, support, plan),
-        over_v=rows_over_v(given, support, plan.over_v),
+        over_v=over_v,
+        normalised_v=normalised_v,
     )
     scalars = HeadScalars(
         temperature=one,
