@@ -65,10 +65,18 @@ class Upstreams(NamedTuple):
     support_logprobs: Tensor | None  # [nnz]
     tail_logprobs: Tensor | None  # [N]
     entropy: Tensor | None = None  # [N]
+    full_logprobs: Tensor | None = None  # [N]
 
     @property
     def none(self) -> bool:
         return all(upstream is None for upstream in self)
+
+    def over_v(self) -> "Upstreams":
+        """Of rows over the vocabulary, whose full log-probabilities are their log-probabilities."""
+        if self.full_logprobs is None:
+            return self
+        both = self.full_logprobs
+        return self._replace(logprobs=both if self.logprobs is None else self.logprobs + both)
 
 
 def next_record(record: Any, values: Iterator[Any]) -> Any:
@@ -91,6 +99,7 @@ class HeadArguments:
     logit_scale: float
     active: Tensor | None  # [...] bool
     entropy: str | None
+    full: bool
     impl: str
     logits_dtype: torch.dtype | None
     workspace_mib: float
@@ -135,6 +144,11 @@ class HeadArguments:
     @property
     def transform(self) -> LogitTransform:
         return logit_transform(self.softcap, self.logit_scale, self.logits_dtype is not None)
+
+    @property
+    def replay_over_v(self) -> bool:
+        """Whether REPLAY rows are computed over the vocabulary as well."""
+        return self.full or self.entropy == "full"
 
     @property
     def on_kernels(self) -> bool:
@@ -274,25 +288,26 @@ def _breaks_a_rule(
     return bad | ((kind > NONE) & (support.offsets.diff() == 0))
 
 
-def rows_over_v(given: HeadArguments, support: Support, plan_rows: Tensor) -> Tensor:
-    """The rows of which a head takes something over the vocabulary, `[D]` int64 on the device;
-    `plan_rows` are those that the plan names.
+def rows_over_v(given: HeadArguments, support: Support, plan_rows: Tensor, replay: bool) -> Tensor:
+    """The rows that are normalised over the vocabulary, `[D]` int64 on the device, with `replay`
+    REPLAY rows among them; `plan_rows` are those without them that the plan names.
 
     A mask on the device costs a sync where there are any; one on the host does not.
     """
-    active, full = given.active, given.entropy == "full"
-    if not full and (active is None or len(plan_rows) == 0):
+    active = given.active
+    if not replay and (active is None or len(plan_rows) == 0):
         return plan_rows
-    rows = host_rows_over_v(support, active, full).to(support.device, non_blocking=True)
+    rows = host_rows_over_v(support, active, replay).to(support.device, non_blocking=True)
     if active is not None and active.device.type != "cpu" and len(rows):
         rows = rows[active.reshape(-1)[rows]]
     return rows
 
 
-def host_rows_over_v(support: Support, active: Tensor | None, full: bool = False) -> Tensor:
-    """These rows as far as the host knows them, `[D]` int64 on the host."""
+def host_rows_over_v(support: Support, active: Tensor | None, replay: bool = False) -> Tensor:
+    """These rows as far as the host knows them, `[D]` int64 on the host; with `replay` REPLAY rows
+    are among them."""
     kind = support.host.kind
-    wanted = kind >= NONE if full else (kind >= NONE) & (kind != REPLAY)
+    wanted = kind >= NONE if replay else (kind >= NONE) & (kind != REPLAY)
     if active is not None and active.device.type == "cpu":
         wanted = wanted & active.reshape(-1)
     return wanted.nonzero()[:, 0]
@@ -374,6 +389,8 @@ def check_vocab_size(vocab_size: int | None, rows: int | None = None) -> None:
 def _check_options(given: HeadArguments) -> None:
     if given.entropy not in (None, "support", "full"):
         raise ValueError(f'entropy must be None, "support" or "full", got {given.entropy!r}')
+    if not isinstance(given.full, bool):
+        raise ValueError(f"full must be True or False, got {given.full!r}")
     if given.logits_dtype not in (None, torch.bfloat16):
         raise ValueError(f"logits_dtype must be None or torch.bfloat16, got {given.logits_dtype}")
     if not 0 < require_number("workspace_mib", given.workspace_mib) < math.inf:

@@ -45,8 +45,8 @@ from rl_loss.vocab_parallel import (
 class LMHeadOutput:
     """The trainer's log-probabilities, in float32 (float64 for float64 inputs).
 
-    Inactive rows hold 0. `logprobs`, `support_logprobs`, `trainer_tail_logprobs` and `entropy`
-    carry gradient to hidden, weight and bias.
+    Inactive rows hold 0. `logprobs`, `support_logprobs`, `trainer_tail_logprobs`, `entropy` and
+    `full_logprobs` carry gradient to hidden, weight and bias.
     """
 
     logprobs: Tensor  # [...] log p of the label: over the support on REPLAY rows, else over V
@@ -56,6 +56,19 @@ class LMHeadOutput:
     support_valid: Tensor  # [nnz] bool: q is known there and the row active and usable
     active: Tensor  # [...] bool
     support: Support | None = field(default=None, repr=False)  # as it was given
+    full_logprobs: Tensor | None = None  # [...] log p of the label over V, on every row
+
+    @property
+    def kept_mass(self) -> Tensor | None:
+        """`[...]` what p over V puts on the ids that `logprobs` is normalised over, with gradient.
+
+        `exp(full_logprobs - logprobs)`: of REPLAY rows the mass on the kept set, which replay takes
+        no notice of; 1 elsewhere and on inactive rows. Rounding may put it above 1. NaN where the
+        label itself has no mass. None without `full`.
+        """
+        if self.full_logprobs is None:
+            return None
+        return (self.full_logprobs - self.logprobs).exp()
 
 
 # FSDP2 looks for a module's outputs, which tell it when the backward begins, in what is a tree.
@@ -75,6 +88,7 @@ def fused_lm_head(
     logit_scale: float = 1.0,
     active: Tensor | None = None,
     entropy: Literal["support", "full"] | None = None,
+    full: bool = False,
     impl: Literal["auto", "reference", "triton"] = "auto",
     logits_dtype: torch.dtype | None = None,
     workspace_mib: float = 512,
@@ -106,6 +120,10 @@ def fused_lm_head(
             the vocabulary alone.
         entropy: "support": of the replayed distribution on REPLAY rows, elsewhere over V;
             "full": over V on every row, which computes the logits of REPLAY rows as well.
+        full: gives `full_logprobs` too, log p of the label over V on every row, and `kept_mass`:
+            for a reference model, for distillation, and to see what replay hides. REPLAY rows then
+            cost the products over V that all others do, which `entropy="full"` asks for as well:
+            both together cost them once. Elsewhere they are `logprobs`, bit for bit, at no cost.
         impl: "reference" (autograd of plain PyTorch), "triton", or "auto": Triton on a GPU,
             sparse products of torch on the CPU. What cannot run raises.
         logits_dtype: torch.bfloat16 rounds the logits as an engine with a bfloat16 head does,
@@ -161,6 +179,7 @@ def fused_lm_head(
         logit_scale=logit_scale,
         active=active,
         entropy=entropy,
+        full=full,
         impl=impl,
         logits_dtype=logits_dtype,
         workspace_mib=workspace_mib,
@@ -172,12 +191,13 @@ def fused_lm_head(
         from rl_loss.kernels.operators import kernel_head
 
         on = given.active_on_device()
-        logprobs, support_logprobs, tails, uncertainty, valid = kernel_head(given, on)
+        *parts, valid = kernel_head(given, on)
     else:
         rows = flat_rows(given)
         valid, on = rows.usable_entries(), rows.active.reshape(labels.shape)
         head = _reference if impl == "reference" else _without_kernels
-        logprobs, support_logprobs, tails, uncertainty = head(given, rows)
+        parts = [*head(given, rows)]
+    logprobs, support_logprobs, tails, uncertainty, full_logprobs = parts
     return LMHeadOutput(
         logprobs=logprobs,
         support_logprobs=support_logprobs,
@@ -186,6 +206,7 @@ def fused_lm_head(
         support_valid=valid,
         active=on,
         support=support,
+        full_logprobs=full_logprobs if full else None,
     )
 
 
@@ -267,15 +288,17 @@ class FusedLMHead(nn.Linear):
 
 # --- where there are no kernels ---
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, of entries, of tails, entropy
+# logprobs, of entries, of tails, entropy, full_logprobs
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _reference(given: HeadArguments, rows: FlatRows) -> Outputs:
     with torch.autocast(given.hidden.device.type, enabled=False):
         inputs = whole_inputs(given)
-        logprobs, entries, *rest = reference_lm_head(inputs, rows, given.transform, given.entropy)
-    logprobs, tails, entropy = (_shaped(part, given) for part in (logprobs, *rest))
-    return logprobs, entries, tails, entropy
+        options = given.transform, given.entropy, given.full
+        logprobs, entries, *rest = reference_lm_head(inputs, rows, *options)
+    logprobs, tails, entropy, full = (_shaped(part, given) for part in (logprobs, *rest))
+    return logprobs, entries, tails, entropy, full
 
 
 def _shaped(flat: Tensor, given: HeadArguments) -> Tensor:
@@ -285,7 +308,8 @@ def _shaped(flat: Tensor, given: HeadArguments) -> Tensor:
 
 
 def _without_kernels(given: HeadArguments, rows: FlatRows) -> Outputs:
-    options = _Options(given.transform, given.entropy, tuple(given.labels.shape), given.shard)
+    shape = tuple(given.labels.shape)
+    options = _Options(given.transform, given.entropy, given.full, shape, given.shard)
     with torch.autocast(given.hidden.device.type, enabled=False):
         return _FusedLMHead.apply(*given.inputs, rows, options)
 
@@ -295,6 +319,7 @@ class _Options(NamedTuple):
 
     transform: LogitTransform
     entropy: str | None
+    full: bool
     shape: tuple[int, ...]  # of the labels
     shard: Shard
 
@@ -304,7 +329,7 @@ class _Saved(NamedTuple):
 
     gathered: Gathered
     dense: Dense
-    full: Dense | None  # of the replayed rows over V, for their full entropy
+    full: Dense | None  # of the replayed rows over V, where something of them is asked for
 
 
 class _FusedLMHead(torch.autograd.Function):
@@ -338,34 +363,39 @@ class _FusedLMHead(torch.autograd.Function):
 
 def plain_fwd(inputs: HeadInputs, rows: FlatRows, options: _Options) -> tuple[Outputs, _Saved]:
     """The outputs, each row written by its path, and what the backward reads."""
-    transform, entropy, shape, shard = options
-    want, replayed = entropy is not None, replayed_entries(rows)
+    transform, entropy, want_full, shape, shard = options
+    replayed = replayed_entries(rows)
     z = gathered_logits_of(inputs, rows, transform, replayed, shard)
-    logits = [dense_logits(inputs, rows, rows.over_v(), transform, want, shard)]
-    sources = [rows]
-    if entropy == "full":  # the replayed rows over V, without their entries
-        sources.append(rows.without_entries())
-        logits.append(dense_logits(inputs, sources[1], rows.replayed(), transform, True, shard))
+    sources = [(rows, rows.over_v(), entropy is not None)]
+    if want_full or entropy == "full":  # the replayed rows over V, without their entries
+        sources.append((rows.without_entries(), rows.replayed(), entropy == "full"))
+    logits = [
+        dense_logits(inputs, source, chosen, transform, want, shard)
+        for source, chosen, want in sources
+    ]
     z, *wholes = _of_all_ranks(shard, z, [part.own for part in logits], rows)
     gathered = gathered_fwd(z, rows, replayed, entropy == "support")
     dense, *more = (
         dense_fwd(part, source, whole, want)
-        for part, source, whole in zip(logits, sources, wholes, strict=True)
+        for part, (source, _, want), whole in zip(logits, sources, wholes, strict=True)
     )
     full = more[0] if more else None
     new = gathered.z.new_zeros
-    outputs = new(shape), new(len(rows.ids)), new(shape), new(shape)
+    outputs = new(shape), new(len(rows.ids)), new(shape), new(shape), new(shape)
     support_logprobs = outputs[1]
-    logprobs, tails, uncertainty = (outputs[i].view(-1) for i in (0, 2, 3))
+    logprobs, tails, uncertainty, full_logprobs = (outputs[i].view(-1) for i in (0, 2, 3, 4))
     tails[gathered.single] = _tail_of_one(rows, gathered.single, tails.dtype)
     for part in (gathered, dense):
         logprobs[part.chosen] = part.logprobs
         tails[part.chosen] = part.tail_logprobs
         uncertainty[part.chosen] = part.entropy
         support_logprobs[part.entries] = part.support_logprobs
+    full_logprobs[dense.chosen] = dense.logprobs
     if full is not None:
-        uncertainty[full.chosen] = full.entropy
-    for out in (logprobs, tails, uncertainty):
+        full_logprobs[full.chosen] = full.logprobs
+        if entropy == "full":
+            uncertainty[full.chosen] = full.entropy
+    for out in (logprobs, tails, uncertainty, full_logprobs):
         out.masked_fill_(rows.broken, torch.nan)
     support_logprobs.masked_fill_(rows.broken[rows.entry_rows], torch.nan)
     return outputs, _Saved(gathered, dense, full)
@@ -404,15 +434,16 @@ def plain_bwd(
     needs: Needs,
 ) -> list[Tensor | None]:
     """The gradients of hidden, weight and bias, added up wide and rounded once."""
-    transform, entropy, _, shard = options
+    transform, entropy, _, _, shard = options
     ids = inputs.cut(shard.rows)
     replayed = upstreams
     if entropy != "support":  # else that of replayed rows is another path's, or none
         replayed = upstreams._replace(entropy=None)
     sums = gathered_bwd(saved.gathered, ids, rows, transform, replayed, needs, shard)
-    dense_bwd(saved.dense, ids, rows, transform, upstreams, sums, shard)
-    if saved.full is not None and upstreams.entropy is not None:
-        only = Upstreams(None, None, None, upstreams.entropy)
+    dense_bwd(saved.dense, ids, rows, transform, upstreams.over_v(), sums, shard)
+    of_full = upstreams.entropy if entropy == "full" else None
+    only = Upstreams(upstreams.full_logprobs, None, None, of_full)
+    if saved.full is not None and not only.none:
         dense_bwd(saved.full, ids, rows.without_entries(), transform, only, sums, shard)
     if sums.hidden is not None:
         sums.hidden.masked_fill_(rows.broken[:, None], torch.nan)

@@ -96,6 +96,7 @@ def fused_lm_head_loss(
         "logit_scale": logit_scale,
         "active": active,
         "entropy": None,
+        "full": False,
         "impl": impl,
         "logits_dtype": logits_dtype,
         "workspace_mib": workspace_mib,

@@ -16,10 +16,14 @@ _BLOCK = 2**23
 
 
 def reference_lm_head(
-    inputs: HeadInputs, rows: FlatRows, transform: LogitTransform, entropy: str | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities `[N]`, of support entries `[nnz]`, of tails `[N]`, and entropy `[N]`
-    (0 where not asked for).
+    inputs: HeadInputs,
+    rows: FlatRows,
+    transform: LogitTransform,
+    entropy: str | None,
+    full: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities `[N]`, of support entries `[nnz]`, of tails `[N]`, entropy `[N]`, and
+    log-probabilities over the vocabulary `[N]` (the last two 0 where not asked for).
 
     Blocks of rows are computed one after another and again in the backward, so that neither
     holds logits over the vocabulary, or gathered weight rows, of more than one block.
@@ -37,6 +41,7 @@ def reference_lm_head(
         "support": new.new_zeros(nnz).masked_fill(rows.broken[entry_rows], torch.nan),
         "tail": new.masked_fill(rows.active, -torch.inf).masked_fill(rows.broken, torch.nan),
         "entropy": new.masked_fill(rows.broken, torch.nan),
+        "full": new,
     }
 
     def put(name: str, at: Tensor, value: Tensor) -> None:
@@ -62,7 +67,8 @@ def reference_lm_head(
         out = {name: value + nothing for name, value in out.items()}
     # Broken rows are NaN in value and, through the product, in gradient.
     broken = rows.broken.nonzero()[:, 0]
-    put("logprobs", broken, hidden[broken].sum(-1) * torch.nan)
+    for name in ("logprobs", "full") if full else ("logprobs",):
+        put(name, broken, hidden[broken].sum(-1) * torch.nan)
     widths = rows.offsets.diff()
     for chosen in _row_blocks(replayed, widths[replayed] * hidden.shape[1]):
         entries, _ = rows.entries(chosen)
@@ -81,11 +87,17 @@ def reference_lm_head(
         put("tail", chosen, tail)
         if entropy is not None:
             put("entropy", chosen, uncertainty)
-    if entropy == "full":
+        if full:
+            put("full", chosen, logprobs)
+    if full or entropy == "full":
         for chosen in _row_blocks(replayed, sizes[: len(replayed)]):
-            put("entropy", chosen, block(_dense, chosen)[3])
+            logprobs, _, _, uncertainty = block(_dense, chosen)
+            if entropy == "full":
+                put("entropy", chosen, uncertainty)
+            if full:
+                put("full", chosen, logprobs)
     assert out["support"].shape == (nnz,)
-    return out["logprobs"], out["support"], out["tail"], out["entropy"]
+    return out["logprobs"], out["support"], out["tail"], out["entropy"], out["full"]
 
 
 def whole_inputs(given: HeadArguments) -> HeadInputs:

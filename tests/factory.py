@@ -135,11 +135,18 @@ def naive_logits(batch: Batch, dtype: torch.dtype, *, softcap=None, logit_scale=
 
 
 def naive_head(
-    batch: Batch, *, entropy=None, active=None, dtype: torch.dtype = torch.float64, **transform
+    batch: Batch,
+    *,
+    entropy=None,
+    full=False,
+    active=None,
+    dtype: torch.dtype = torch.float64,
+    **transform,
 ) -> list[Tensor]:
     """Every output from a masked log_softmax over V, by autograd, in `dtype`.
 
-    Gives logprobs [N], support_logprobs [nnz], tails [N], and entropy [N] where it is asked for.
+    Gives logprobs [N], support_logprobs [nnz], tails [N], and where they are asked for entropy [N]
+    and full_logprobs [N].
     """
     support, n, entry_rows = batch.support, len(batch.labels), batch.support.entry_rows
     on = torch.ones(n, dtype=torch.bool) if active is None else active
@@ -161,12 +168,17 @@ def naive_head(
     def spread(size: int, at: Tensor, values: Tensor) -> Tensor:
         return torch.zeros(size, dtype=dtype).index_put((at,), values)
 
-    return [
-        spread(n, rows, logp.gather(1, batch.labels[rows, None])[:, 0]),
+    labels = batch.labels[rows, None]
+    found = [
+        spread(n, rows, logp.gather(1, labels)[:, 0]),
         spread(support.nnz, held, logp[place, ids]),
         spread(n, rows, spread(len(rows), tailed, tail).masked_fill(~outside.any(1), -torch.inf)),
-        spread(n, rows, disorder),
-    ][: 3 if entropy is None else 4]
+    ]
+    if entropy is not None:
+        found.append(spread(n, rows, disorder))
+    if full:
+        found.append(spread(n, rows, z.log_softmax(1).gather(1, labels)[:, 0]))
+    return found
 
 
 def naive_output(batch: Batch, parts: Sequence[Tensor], active: Tensor | None) -> LMHeadOutput:
@@ -178,9 +190,9 @@ def naive_output(batch: Batch, parts: Sequence[Tensor], active: Tensor | None) -
 
 
 def outputs(out) -> list[Tensor]:
-    """The differentiable outputs of a head, entropy only where it was asked for."""
+    """The differentiable outputs of a head, the last two only where they were asked for."""
     found = [out.logprobs, out.support_logprobs, out.trainer_tail_logprobs]
-    return found if out.entropy is None else [*found, out.entropy]
+    return found + [part for part in (out.entropy, out.full_logprobs) if part is not None]
 
 
 def weighted_sum(parts, seed: int = 1) -> Tensor:

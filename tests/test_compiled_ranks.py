@@ -34,7 +34,7 @@ class Step:
         if self.one_pass:
             values = {"inference_logprobs": -self.values.abs(), "advantages": self.values}
             return 2 * fused_lm_head_loss(*given, loss=icepop_loss, **values, **options).loss
-        out = fused_lm_head(*given, entropy="full", **options)
+        out = fused_lm_head(*given, entropy="full", full=True, **options)
         parts = (torch.where(part.isneginf(), 0.0, part).sin() for part in outputs(out))
         return 2 * sum(part.sum() for part in parts)
 

@@ -21,11 +21,16 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_chunks_of_rows_and_blocks_of_the_vocabulary_change_nothing(rows, dtype, monkeypatch):
+@pytest.mark.parametrize("given", [("full", False), (None, True), ("full", True)], ids=str)
+def test_chunks_of_rows_and_blocks_of_the_vocabulary_change_nothing(
+    rows, dtype, given, monkeypatch
+):
+    """Full entropy and full log-probabilities together take no more of them than either alone."""
     monkeypatch.setattr(dense, "_CHUNK", rows * 31 + 3)
     monkeypatch.setattr(dense, "_VOCAB_BLOCK", 7)
     chunks = spied(monkeypatch, dense, "_logits")
-    batch, options = random_batch(dtype=dtype), {"softcap": 9.0, "entropy": "full"}
+    entropy, full = given
+    batch, options = random_batch(dtype=dtype), {"softcap": 9.0, "entropy": entropy, "full": full}
     leaves, exact = batch.leaves(), batch.leaves(torch.float64)
     out = fused_lm_head(
         leaves.hidden,
@@ -38,7 +43,7 @@ def test_chunks_of_rows_and_blocks_of_the_vocabulary_change_nothing(rows, dtype,
     )
     got, wanted = results(leaves, outputs(out)), results(exact, naive_head(exact, **options))
     assert_exact(got, wanted, tolerance(batch, **options))
-    # Nine rows over the vocabulary and four replayed ones for their entropy, there and back.
+    # Nine rows over the vocabulary, and four replayed ones there as well; there and back.
     widths = [min(rows, n - start) for n in (9, 4) for start in range(0, n, rows)]
     assert [len(call.args[2]) for call in chunks] == 2 * widths
     # What has the accumulation dtype already is not converted, and so not in blocks.

@@ -7,11 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_loss import Support
+from rl_loss import Support, fused_lm_head
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 H, V = 6, 11
+(HEAD_PAGE,) = [
+    block
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "head.md").read_text(), re.S)
+    if "kept_mass" in block
+]
 FIRST_SCREEN, ENGINE = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 
 
@@ -80,6 +85,44 @@ def test_supports_on_the_way_to_the_trainer():
     assert (names["ids"], names["counts"], names["logprobs"]) == (ids, counts, logprobs)
     assert torch.equal(names["kind"], kind)
     assert torch.equal(names["tail_mass"], tail_mass)
+
+
+def test_the_divergence_of_two_heads_in_the_page_of_the_head():
+    """Against two softmaxes over the vocabulary whose ids outside the kept set are merged."""
+    g = torch.Generator().manual_seed(0)
+    kept = [[4, 2], [7], [1, 9, 3], list(range(V))]
+    hidden, teacher_hidden = (torch.randn(4, H, generator=g) for _ in range(2))
+    heads = [torch.nn.Linear(H, V, bias=False) for _ in range(2)]
+    for head in heads:
+        torch.nn.init.normal_(head.weight, generator=g)
+    names = {
+        "torch": torch,
+        "fused_lm_head": fused_lm_head,
+        "hidden": hidden.clone().requires_grad_(),
+        "teacher_hidden": teacher_hidden,
+        "lm_head": heads[0],
+        "teacher_head": heads[1],
+        "labels": torch.tensor([2, 7, 9, 5]),
+        "support": Support.from_rows([(ids, None) for ids in kept]),
+    }
+    exec(HEAD_PAGE, names)
+    exact = hidden.double().requires_grad_()
+    weights = [head.weight.detach().double() for head in heads]
+    teacher = (teacher_hidden.double() @ weights[1].T).softmax(1)
+    student = (exact @ weights[0].T).softmax(1)
+    wanted = []
+    for t, s, ids in zip(teacher, student, kept, strict=True):
+        t, s = (torch.cat([p[ids], 1 - p[ids].sum(0, keepdim=True)]) for p in (t, s))
+        some = t > 1e-12
+        wanted.append((t[some] * (t[some] / s[some]).log()).sum())
+    wanted = torch.stack(wanted)
+    assert (wanted[:3] > 0.01).all()
+    whole = (teacher * (teacher / student).log()).sum(1)
+    assert (wanted <= whole + 1e-12).all()
+    torch.testing.assert_close(names["kl"].double(), wanted, rtol=1e-4, atol=1e-5)
+    names["kl"].sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(names["hidden"].grad.double(), exact.grad, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

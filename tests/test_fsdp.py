@@ -188,10 +188,10 @@ def test_no_output_of_a_step_is_a_view(sharded, shape):
     head, batch = head_and_batch()
     head = sharded(head)
     hidden, labels = batch.hidden.reshape(*shape, 7), batch.labels.reshape(shape)
-    for entropy in (None, "support", "full"):
+    for entropy, full in ((None, False), ("support", False), ("full", False), (None, True)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            out = head(hidden, labels, batch.support, entropy=entropy)
+            out = head(hidden, labels, batch.support, entropy=entropy, full=full)
             (out.logprobs.sum() + out.support_logprobs.sum()).backward()
         assert not [warning for warning in caught if "view" in str(warning.message)]
 

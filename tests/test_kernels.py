@@ -59,10 +59,11 @@ def kernel_results(batch, read=as_they_are, **options):
 
 
 def allowed_for(batch, read=as_they_are, **options):
-    plain = ("entropy", "active", "softcap", "logit_scale")
+    plain = ("entropy", "full", "active", "softcap", "logit_scale")
     plain = {name: options[name] for name in plain if name in options}
     allowed, support = tolerance(batch, read, **plain), batch.support
     gathered = not len(support.plan.over_v) and not len(support.plan_for(len(batch.weight)).wide)
+    gathered = gathered and not options.get("full") and options.get("entropy") != "full"
     return allowed if gathered else rounded_twice(allowed, batch.hidden.dtype)
 
 
@@ -112,8 +113,10 @@ def test_replay_rows(dtype, entropy, options, monkeypatch):
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy", [None, "support", "full"])
-def test_mixed_rows(dtype, entropy):
-    compare(random_batch(9, 7, 31, dtype=dtype, kinds=MIXED), entropy=entropy, softcap=6.0)
+@pytest.mark.parametrize("full", [False, True])
+def test_mixed_rows(dtype, entropy, full):
+    options = {"entropy": entropy, "full": full, "softcap": 6.0}
+    compare(random_batch(9, 7, 31, dtype=dtype, kinds=MIXED), **options)
 
 
 @kernels
@@ -141,6 +144,95 @@ def test_each_output_alone(which):
         return [parts[which]], weighted_sum([parts[which]])
 
     compare(random_batch(9, 5, 17, kinds=REPLAY), read, entropy="support")
+
+
+@kernels
+@pytest.mark.parametrize("kinds", [REPLAY, MIXED], ids=["replay", "mixed"])
+@pytest.mark.parametrize("entropy", ["support", "full"])
+@pytest.mark.parametrize("which", [*range(5), "mass"])
+def test_each_output_alone_beside_full_log_probabilities(which, entropy, kinds):
+    """Rows of one id, of some, of all of V; and what is made of two of them, the kept mass."""
+
+    def read(parts):
+        if which == "mass":  # beside one of the two, for its gradient is a small difference of both
+            mass = (parts[4] - parts[0]).exp()
+            return [mass], weighted_sum([mass, parts[4]])
+        return [parts[which]], weighted_sum([parts[which]])
+
+    batch = random_batch(9, 5, 17, kinds=kinds, widths=(3, 1, 17, 9, 2))
+    compare(batch, read, entropy=entropy, full=True, logit_scale=0.7)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("active", [None, "host", "device"])
+def test_full_log_probabilities_of_some_rows_are_the_log_probabilities(dtype, active):
+    """Bit for bit where a row is over the vocabulary; of inactive rows they are 0, the mass 1."""
+    batch = random_batch(12, 7, 31, kinds=MIXED, dtype=dtype)
+    on = torch.arange(12) % 5 != 1
+    batch.hidden[~on] = batch.hidden[~on] if active is None else torch.nan
+    mask = {None: None, "host": on, "device": on.to(DEVICE)}[active]
+    out = head(on_device(batch), "triton", active=mask, full=True)
+    over_v = (batch.support.kind != RowKind.REPLAY).to(DEVICE)
+    assert torch.equal(out.full_logprobs[over_v], out.logprobs[over_v])
+    assert (out.kept_mass[over_v] == 1).all()
+    assert (out.full_logprobs < 0)[out.active].all()
+    if active is not None:
+        assert (out.full_logprobs[~out.active] == 0).all()
+        assert (out.kept_mass[~out.active] == 1).all()
+    without = head(on_device(batch), "triton", active=mask)
+    assert without.full_logprobs is without.kept_mass is None
+
+
+@kernels
+def test_all_that_is_full_comes_of_the_same_blocks(monkeypatch):
+    """Entropy and log-probabilities together take no more of them than either alone."""
+    import rl_loss.kernels.blocks as blocks
+
+    monkeypatch.setattr(blocks, "_LEAST_IDS", 5)
+    forward = spied(monkeypatch, blocks, "add_stats")
+    backward = spied(monkeypatch, blocks, "to_grads")
+    batch, seen = random_batch(7, 6, 17, kinds=MIXED), []
+    for entropy, full in ((None, True), ("full", False), ("full", True)):
+        kernel_results(batch, entropy=entropy, full=full, workspace_mib=7 * 6 * 8 / 2**20)
+        for calls in (forward, backward):
+            cells = [(call.args[1].ids.start, len(call.args[1].rows)) for call in calls]
+            seen.append(cells)
+            calls.clear()
+    assert seen == [[(0, 7), (6, 7), (12, 7)]] * 6
+
+
+@kernels
+@pytest.mark.parametrize("kinds", [REPLAY, MIXED], ids=["replay", "mixed"])
+@pytest.mark.parametrize("given", [(None, True), ("full", False), ("support", True)], ids=str)
+@pytest.mark.parametrize("where", ["cpu", DEVICE] if DEVICE == "cuda" else ["cpu"])
+def test_what_is_but_logged_of_replayed_rows_costs_no_block_in_the_backward(
+    kinds, given, where, monkeypatch
+):
+    """Its one product is the forward's; the gradient is of what was read."""
+    import rl_loss.kernels.blocks as blocks
+
+    monkeypatch.setattr(blocks, "_LEAST_IDS", 17)
+    backward = spied(monkeypatch, blocks, "to_grads")
+    batch, on = random_batch(9, 6, 17, kinds=kinds), torch.arange(9) != 5
+    options = {"entropy": given[0], "full": given[1]}
+
+    def logged(parts):
+        return parts, weighted_sum(parts[:3])
+
+    def rows_in_blocks(read):
+        backward.clear()
+        got = kernel_results(batch, read, active=on.to(where), **options)
+        exact = batch.leaves(torch.float64)
+        wanted = results(exact, naive_head(exact, active=on, **options), read)
+        assert_exact(got, wanted, allowed_for(batch, read, active=on, **options))
+        return torch.cat([on[:0].long(), *(call.args[1].rows.cpu() for call in backward)]).tolist()
+
+    over_v, every = on & (batch.support.kind != RowKind.REPLAY), on.nonzero()[:, 0].tolist()
+    # Behind a mask on the device it would take a second sync to tell them apart.
+    told = where == "cpu" or kinds == REPLAY
+    assert rows_in_blocks(logged) == (over_v.nonzero()[:, 0].tolist() if told else every)
+    assert rows_in_blocks(as_they_are) == every
 
 
 @kernels
@@ -197,8 +289,10 @@ def test_hot_ids_on_the_tensor_cores(monkeypatch):
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kinds", [REPLAY, MIXED], ids=["replay", "mixed"])
-@pytest.mark.parametrize("entropy", ["support", "full"])
-def test_wide_rows_through_products_over_the_vocabulary(dtype, kinds, entropy, monkeypatch):
+@pytest.mark.parametrize(
+    ("entropy", "full"), [("support", False), ("full", False), ("support", True), ("full", True)]
+)
+def test_wide_rows_through_products_over_the_vocabulary(dtype, kinds, entropy, full, monkeypatch):
     """Rows of all of V, of most of it, and narrow ones; two rows a block."""
     import rl_loss.kernels.blocks as blocks
     import rl_loss.kernels.gradient_sums as gradient_sums
@@ -210,7 +304,8 @@ def test_wide_rows_through_products_over_the_vocabulary(dtype, kinds, entropy, m
     batch = random_batch(8, 9, 29, kinds=kinds, dtype=dtype, widths=(29, 1, 20, 3, 14))
     wide = len(batch.support.plan_for(29).wide)
     size = 8 if dtype == torch.float64 else 4
-    compare(batch, entropy=entropy, softcap=5.0, workspace_mib=2 * 29 * size / 2**20)
+    options = {"entropy": entropy, "full": full, "softcap": 5.0}
+    compare(batch, workspace_mib=2 * 29 * size / 2**20, **options)
     assert len(forward) == len(backward) == 1
     # A gradient in bfloat16, as a GPU has it, takes half of the room.
     assert len(runs) == -(-wide // (4 if DEVICE == "cuda" and size == 4 else 2))
@@ -249,7 +344,7 @@ def test_logits_rounded_as_a_sampler_does(options):
     batch = random_batch(9, 7, 31, kinds=MIXED)
     # Under a cap autograd of the reference takes the slope at what was rounded, not at the result.
     exact_impl = "auto" if options else "reference"
-    options = {"entropy": "support", "logits_dtype": torch.bfloat16, **options}
+    options = {"entropy": "support", "full": True, "logits_dtype": torch.bfloat16, **options}
     compare(batch, exact_impl=exact_impl, **options)
 
 
@@ -372,6 +467,27 @@ def test_compiled_without_a_bias(frozen, masked, monkeypatch):
 
 
 @kernels
+@pytest.mark.parametrize("given", [("full", False), (None, True)], ids=str)
+def test_compiled_what_is_full_breaks_the_graph_and_the_numbers_stay(given):
+    """Which rows are over the vocabulary depends on values that a compiler does not see."""
+    batch = on_device(random_batch(5, 6, 21, kinds=MIXED, dtype=torch.float32))
+    entropy, full = given
+
+    def total(hidden, weight):
+        some = replace(batch, hidden=hidden, weight=weight)
+        return weighted_sum(outputs(head(some, "triton", entropy=entropy, full=full)))
+
+    plain, fresh = batch.leaves(), batch.leaves()
+    total(plain.hidden, plain.weight).backward()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        torch.compile(total, fullgraph=True, backend="eager")(fresh.hidden, fresh.weight)
+    torch._dynamo.reset()
+    torch.compile(total, backend="aot_eager")(fresh.hidden, fresh.weight).backward()
+    assert torch.equal(fresh.hidden.grad, plain.hidden.grad)
+    assert torch.equal(fresh.weight.grad, plain.weight.grad)
+
+
+@kernels
 def test_hidden_sizes_beyond_one_block(monkeypatch):
     import rl_loss.kernels.entry_sums as entry_sums
     import rl_loss.kernels.rows as rows
@@ -397,7 +513,8 @@ def test_checkpointed_the_gradients_are_the_same_and_the_memory_is_free():
 
     def function(leaves):
         def parts(hidden, weight, bias):
-            return outputs(head(replace(leaves, hidden=hidden, weight=weight, bias=bias), "triton"))
+            given = replace(leaves, hidden=hidden, weight=weight, bias=bias)
+            return outputs(head(given, "triton", full=True))
 
         return parts
 
@@ -426,7 +543,7 @@ def wide_rows(monkeypatch):
 
     wide_from(monkeypatch, 0.4)
     calls = spied(monkeypatch, blocks, "_wide_logits")
-    return {"entropy": "full"}, lambda: len(calls) == 2
+    return {"entropy": "full", "full": True}, lambda: len(calls) == 2
 
 
 def hot_rows(monkeypatch):
@@ -488,9 +605,10 @@ def test_an_id_in_the_padding_is_nan():
 @kernels
 def test_no_result_depends_on_the_default_dtype(default_dtype):
     batch = random_batch(6, 7, 17, kinds=MIXED, dtype=torch.bfloat16)
-    wanted = kernel_results(batch, entropy="full", softcap=9.0)
+    options = {"entropy": "full", "full": True, "softcap": 9.0}
+    wanted = kernel_results(batch, **options)
     torch.set_default_dtype(default_dtype)
-    got = kernel_results(batch, entropy="full", softcap=9.0)
+    got = kernel_results(batch, **options)
     for value, exact in zip(got.values + got.grads, wanted.values + wanted.grads, strict=True):
         assert value.dtype == exact.dtype
         assert torch.equal(value, exact)
@@ -500,7 +618,8 @@ def test_no_result_depends_on_the_default_dtype(default_dtype):
 @pytest.mark.parametrize("poison", [float("nan"), 1e30])
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("kinds", [REPLAY, MIXED], ids=["replay", "mixed"])
-def test_inactive_rows_may_hold_anything(poison, where, kinds):
+@pytest.mark.parametrize("full", [False, True])
+def test_inactive_rows_may_hold_anything(poison, where, kinds, full):
     clean = random_batch(8, 6, 21, kinds=kinds, dtype=torch.float32)
     active = torch.tensor([True, False, True, True, False, True, True, False])
     off, rows = ~active, (~active)[clean.support.entry_rows]
@@ -516,18 +635,19 @@ def test_inactive_rows_may_hold_anything(poison, where, kinds):
     found = []
     for batch in (on_device(clean).leaves(), on_device(dirty).leaves()):
         flags = active if where == "host" else active.to(DEVICE)
-        out = head(batch, "triton", active=flags, entropy="support")
+        out = head(batch, "triton", active=flags, entropy="support", full=full)
         weighted_sum(outputs(out)).backward()
         found.append([*outputs(out), *batch.grads(), out.support_valid])
     for value, wanted in zip(*found, strict=True):
         assert torch.equal(value, wanted)
-    for value in found[1][:5]:
+    for value in found[1][: 6 if full else 5]:
         if len(value) == 8:
             assert (value[off.to(DEVICE)] == 0).all()
 
 
 @kernels
-def test_rows_that_break_a_rule_are_nan(monkeypatch):
+@pytest.mark.parametrize("full", [False, True])
+def test_rows_that_break_a_rule_are_nan(full, monkeypatch):
     """A label outside its row, an id outside V, a temperature of 0: value and hidden gradient."""
     import rl_loss.flat_rows as flat_rows
 
@@ -544,16 +664,18 @@ def test_rows_that_break_a_rule_are_nan(monkeypatch):
     batch.temperature[6] = float("nan")
     bad = torch.tensor([0, 1, 2, 4, 5, 6])
     leaves = on_device(batch).leaves()
-    out = head(leaves, "triton", entropy="support")
+    out = head(leaves, "triton", entropy="support", full=full)
     broken = torch.zeros(8, dtype=torch.bool)
     broken[bad] = True
-    for value in (out.logprobs, out.trainer_tail_logprobs, out.entropy):
+    read = out.full_logprobs if full else out.logprobs
+    for value in (out.logprobs, out.trainer_tail_logprobs, out.entropy, read):
         assert torch.equal(value.isnan().cpu(), broken)
     rows = batch.support.entry_rows
     assert torch.equal(out.support_logprobs.isnan().cpu(), broken[rows])
     assert not out.support_valid.cpu()[broken[rows]].any()
-    out.logprobs.sum().backward()
+    read.sum().backward()
     assert torch.equal(leaves.hidden.grad.isnan().all(1).cpu(), broken)
+    assert not leaves.hidden.grad[~broken].isnan().any()
     assert not leaves.weight.grad.isnan().any()
 
 
@@ -580,19 +702,20 @@ def test_nan_in_an_active_row_is_not_hidden():
 
 
 @kernels
-def test_frozen_inputs_and_a_second_backward():
+@pytest.mark.parametrize("full", [False, True])
+def test_frozen_inputs_and_a_second_backward(full):
     batch = on_device(random_batch(7, 6, 21, kinds=REPLAY))
-    full = batch.leaves()
-    loss = weighted_sum(outputs(head(full, "triton")))
+    whole = batch.leaves()
+    loss = weighted_sum(outputs(head(whole, "triton", full=full)))
     loss.backward(retain_graph=True)
-    once = [grad.clone() for grad in full.grads()]
+    once = [grad.clone() for grad in whole.grads()]
     loss.backward()
-    for grad, wanted in zip(full.grads(), once, strict=True):
+    for grad, wanted in zip(whole.grads(), once, strict=True):
         assert torch.equal(grad, 2 * wanted)
     for frozen in ("hidden", "weight", "bias"):
         part = batch.leaves()
         getattr(part, frozen).requires_grad_(False)
-        weighted_sum(outputs(head(part, "triton"))).backward()
+        weighted_sum(outputs(head(part, "triton", full=full))).backward()
         for name, wanted in zip(("hidden", "weight", "bias"), once, strict=True):
             grad = getattr(part, name).grad
             assert grad is None if name == frozen else torch.equal(grad, wanted)
@@ -616,6 +739,7 @@ def test_arguments_of_any_stride(what, kinds):
         total = (parts[0] * one.expand(9)).sum() if what == "expanded" else 0.0
         return parts, total + weighted_sum(parts)
 
+    asked = {"entropy": "support", "full": kinds == MIXED}
     plain, other, options = batch.leaves(), batch.leaves(), {"active": active}
     odd = {"active": active}
     if what == "strided":
@@ -632,10 +756,10 @@ def test_arguments_of_any_stride(what, kinds):
         other.weight = batch.weight.T.contiguous().T.requires_grad_()
         other.hidden = batch.hidden.T.contiguous().T.requires_grad_()
     wanted, got = (
-        results(leaves, outputs(head(leaves, "triton", entropy="support", **more)), read)
+        results(leaves, outputs(head(leaves, "triton", **asked, **more)), read)
         for leaves, more in ((plain, options), (other, odd))
     )
-    assert_exact(got, wanted, tolerance(on_host, read, entropy="support"))
+    assert_exact(got, wanted, tolerance(on_host, read, **asked))
 
 
 @kernels
@@ -676,6 +800,12 @@ def test_what_is_nan_upstream_does_not_end_at_a_row_of_one_id():
         assert hidden.grad[0].isnan().all()
         assert torch.equal(hidden.grad[1], torch.zeros(4, device=DEVICE))
         assert hidden.grad[2].isfinite().all()
+        hidden.grad = None
+        out = fused_lm_head(hidden, weight, labels, support.to(DEVICE), impl=impl, full=True)
+        out.full_logprobs.backward(torch.tensor([torch.nan, 1.0, 1.0], device=DEVICE))
+        assert hidden.grad[0].isnan().all()
+        assert hidden.grad[1:].isfinite().all()
+        assert (hidden.grad[1] != 0).any()
 
 
 @kernels
@@ -685,11 +815,18 @@ def test_no_rows_and_no_entries():
         support = Support.from_rows([([0], None)] * n)
         hidden = torch.randn(n, 4, device=DEVICE, requires_grad=True)
         weight = torch.randn(5, 4, device=DEVICE, requires_grad=True)
-        out = fused_lm_head(hidden, weight, labels.to(DEVICE), support.to(DEVICE), impl="triton")
+        rows = hidden, weight, labels.to(DEVICE), support.to(DEVICE)
+        out = fused_lm_head(*rows, impl="triton")
         out.logprobs.sum().backward()
         assert torch.equal(out.logprobs, torch.zeros(n, device=DEVICE))
         assert torch.equal(weight.grad, torch.zeros_like(weight))
         assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+        off = torch.zeros(n, dtype=torch.bool)
+        for active in (off, off.to(DEVICE)):
+            out = fused_lm_head(*rows, impl="triton", full=True, active=active)
+            weighted_sum(outputs(out)).backward()
+            assert torch.equal(out.full_logprobs, torch.zeros(n, device=DEVICE))
+            assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 # --- on the GPU alone ---
@@ -733,7 +870,8 @@ def test_no_sync_in_a_step():
 
 
 @pytest.mark.gpu
-def test_no_sync_in_a_step_of_mixed_rows():
+@pytest.mark.parametrize(("entropy", "full"), [("support", False), ("full", True)])
+def test_no_sync_in_a_step_of_mixed_rows(entropy, full):
     """Which rows are over the vocabulary the host knows, also behind a mask that lies there."""
     batch = random_batch(64, 32, 500, kinds=MIXED, dtype=torch.bfloat16)
     support = batch.support.pin_memory()
@@ -744,8 +882,9 @@ def test_no_sync_in_a_step_of_mixed_rows():
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            out = head(leaves, "auto", active=active, entropy="support")
-            sum(part.sum() for part in (out.logprobs, out.support_logprobs)).backward()
+            out = head(leaves, "auto", active=active, entropy=entropy, full=full)
+            read = out.kept_mass if full else out.logprobs
+            (read.sum() + out.support_logprobs.sum()).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -760,7 +899,7 @@ def test_tensors_on_another_gpu_than_the_current_one(kinds):
     for device in ("cuda:0", "cuda:1"):
         moved = replace(batch, **{name: getattr(batch, name).to(device) for name in names}).leaves()
         assert torch.cuda.current_device() == 0
-        out = head(moved, "auto", entropy="support")
+        out = head(moved, "auto", entropy="support", full=True)
         weighted_sum(outputs(out)).backward()
         found.append([part.cpu() for part in (*outputs(out), *moved.grads())])
     for value, wanted in zip(*found, strict=True):

@@ -12,9 +12,11 @@ from factory import (
     as_they_are,
     assert_exact,
     naive_head,
+    naive_logits,
     outputs,
     padded,
     random_batch,
+    relative_error,
     results,
     spied,
     tensors_of,
@@ -82,20 +84,19 @@ def test_logits_rounded_as_an_engine_with_a_bfloat16_head_leaves_them(impl):
 @pytest.mark.parametrize("entropy", ["support", "full"])
 def test_low_precision_is_within_the_error_of_float32_products(impl, dtype, entropy):
     """Inputs of any dtype: outputs as of float32 products, gradients rounded once."""
-    batch = random_batch(17, 33, 61, dtype=dtype)
-    got = results_of(batch, impl, entropy=entropy)
+    batch, options = random_batch(17, 33, 61, dtype=dtype), {"entropy": entropy, "full": True}
+    got = results_of(batch, impl, **options)
     assert {value.dtype for value in got.values} == {torch.float32}
     assert {grad.dtype for grad in got.grads} == {dtype}
-    wanted, allowed = by_definition(batch, entropy=entropy), tolerance(batch, entropy=entropy)
-    assert_exact(got, wanted, allowed)
+    assert_exact(got, by_definition(batch, **options), tolerance(batch, **options))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_autocast_changes_nothing(impl):
-    batch = random_batch(dtype=torch.float32)
-    wanted = results_of(batch, impl, entropy="full")
+    batch, options = random_batch(dtype=torch.float32), {"entropy": "full", "full": True}
+    wanted = results_of(batch, impl, **options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_same(results_of(batch, impl, entropy="full"), wanted)
+        assert_same(results_of(batch, impl, **options), wanted)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -104,7 +105,7 @@ def test_compiled_on_the_cpu_the_graph_breaks_and_the_numbers_stay(impl):
     plain, compiled = batch.leaves(), batch.leaves()
 
     def total(batch):
-        return weighted_sum(outputs(head(batch, impl)))
+        return weighted_sum(outputs(head(batch, impl, full=True)))
 
     total(plain).backward()
     torch.compile(total, backend="eager")(compiled).backward()
@@ -162,7 +163,7 @@ def test_inactive_rows_may_hold_anything(impl, poison):
 
     results = []
     for batch in (clean.leaves(), poisoned()):
-        out = head(batch, impl, active=active, entropy="full")
+        out = head(batch, impl, active=active, entropy="full", full=True)
         inputs = LossInputs.from_head(
             out,
             batch.support,
@@ -173,12 +174,13 @@ def test_inactive_rows_may_hold_anything(impl, poison):
         (loss.loss + weighted_sum(outputs(out))).backward()
         results.append([*outputs(out), *batch.grads(), loss.per_token_loss, loss.loss])
         results[-1] += loss.metrics.values()
+        assert (out.kept_mass[off] == 1).all()
     for value, wanted in zip(*results, strict=True):
         assert torch.equal(value, wanted)
-    for value in results[1][:4]:
+    for value in results[1][:5]:
         if value.shape == active.shape:
             assert (value[off] == 0).all()
-    assert (results[1][4][off] == 0).all()  # the gradient of hidden
+    assert (results[1][5][off] == 0).all()  # the gradient of hidden
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -227,15 +229,19 @@ def test_what_only_a_device_can_see_is_nan_in_value_and_gradient(impl, monkeypat
     batch.temperature[3] = 0.0
     monkeypatch.setattr(flat_rows, "host_sees", lambda device: False)
     broken = torch.arange(8) < 4
-    out = head(batch, impl, entropy="support")
-    for value in (out.logprobs, out.trainer_tail_logprobs, out.entropy):
+    out = head(batch, impl, entropy="support", full=True)
+    for value in (
+        out.logprobs, out.trainer_tail_logprobs, out.entropy, out.full_logprobs, out.kept_mass
+    ):  # fmt: skip
         assert value[:4].isnan().all()
         assert not value[4:].isnan().any()
     assert torch.equal(out.support_logprobs.isnan(), broken[batch.support.entry_rows])
     assert not out.support_valid[broken[batch.support.entry_rows]].any()
-    out.logprobs.sum().backward()
-    assert torch.equal(batch.hidden.grad.isnan().all(1), broken)
-    assert not batch.hidden.grad[4:].isnan().any()
+    for part in (out.logprobs, out.full_logprobs):
+        batch.hidden.grad = None
+        part.sum().backward(retain_graph=True)
+        assert torch.equal(batch.hidden.grad.isnan().all(1), broken)
+        assert not batch.hidden.grad[4:].isnan().any()
 
 
 # --- shapes and layouts ---
@@ -265,7 +271,7 @@ def test_strided_inputs_equal_contiguous_ones(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_leading_dimensions_are_rows(impl):
     batch = random_batch(12)
-    flat = head(batch, impl, entropy="support")
+    flat = head(batch, impl, entropy="support", full=True)
     shaped = fused_lm_head(
         batch.hidden.reshape(3, 4, -1),
         batch.weight,
@@ -274,31 +280,35 @@ def test_leading_dimensions_are_rows(impl):
         bias=batch.bias,
         temperature=batch.temperature.reshape(3, 4),
         entropy="support",
+        full=True,
         impl=impl,
     )
-    for name in ("logprobs", "trainer_tail_logprobs", "entropy", "active"):
+    rows = "logprobs", "trainer_tail_logprobs", "entropy", "full_logprobs", "kept_mass", "active"
+    for name in rows:
         assert torch.equal(getattr(shaped, name), getattr(flat, name).reshape(3, 4))
     assert torch.equal(shaped.support_logprobs, flat.support_logprobs)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("entropy", [None, "support", "full"])
-def test_no_rows_no_active_row_no_entries_one_id(impl, entropy):
+@pytest.mark.parametrize("full", [False, True])
+def test_no_rows_no_active_row_no_entries_one_id(impl, entropy, full):
+    options = {"entropy": entropy, "full": full}
     none = random_batch(0, 4, 7).leaves()
-    out = head(none, impl, entropy=entropy)
+    out = head(none, impl, **options)
     assert out.logprobs.shape == (0,)
-    out.logprobs.sum().backward()
+    weighted_sum(outputs(out)).backward()
     assert torch.equal(none.weight.grad, torch.zeros_like(none.weight))
 
     idle = random_batch(5, 4, 7).leaves()
-    out = head(idle, impl, entropy=entropy, active=torch.zeros(5, dtype=torch.bool))
+    out = head(idle, impl, **options, active=torch.zeros(5, dtype=torch.bool))
     assert all(part.requires_grad for part in outputs(out))
     weighted_sum(outputs(out)).backward()
     for value in (*outputs(out), *idle.grads()):
         assert torch.equal(value, torch.zeros_like(value))
 
     single = replace(random_batch(4, 3, 1, kinds=(RowKind.NONE, RowKind.REPLAY))).leaves()
-    out = head(single, impl, entropy=entropy)
+    out = head(single, impl, **options)
     weighted_sum(outputs(out)).backward()
     assert torch.equal(out.logprobs, torch.zeros(4, dtype=torch.float64))
     assert torch.equal(single.hidden.grad, torch.zeros_like(single.hidden))
@@ -358,12 +368,12 @@ def test_far_logits(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)), ids=str)
 def test_frozen_inputs_get_no_gradient(impl, needs):
-    batch = random_batch()
-    wanted = results_of(batch, impl, entropy="full")
+    batch, options = random_batch(), {"entropy": "full", "full": True}
+    wanted = results_of(batch, impl, **options)
     leaves = batch.leaves()
     for leaf, need in zip((leaves.hidden, leaves.weight, leaves.bias), needs, strict=True):
         leaf.requires_grad_(need)
-    parts = outputs(head(leaves, impl, entropy="full"))
+    parts = outputs(head(leaves, impl, **options))
     for value, exact in zip(parts, wanted.values, strict=True):
         assert torch.equal(value, exact)
         assert value.requires_grad == any(needs)
@@ -371,7 +381,7 @@ def test_frozen_inputs_get_no_gradient(impl, needs):
         got = results(leaves, parts)
         for i, need in enumerate(needs):
             wanted.grads[i] = wanted.grads[i] if need else None
-        assert_exact(got, wanted, tolerance(batch, entropy="full"))
+        assert_exact(got, wanted, tolerance(batch, **options))
     with torch.no_grad():
         assert torch.equal(head(leaves, impl).logprobs, wanted.values[0])
     with torch.inference_mode():
@@ -414,6 +424,138 @@ def test_micro_batches_add_up(impl):
     assert_exact(got, results_of(batch, impl, logprobs), tolerance(batch, logprobs))
 
 
+# --- over the vocabulary, beside what is replayed ---
+
+
+ALONE = ["logprobs", "support", "tails", "entropy", "full"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", ["support", "full"])
+@pytest.mark.parametrize("which", range(5), ids=ALONE)
+def test_each_output_alone(impl, dtype, entropy, which):
+    batch = random_batch(dtype=dtype, widths=(3, 31, 1, 20))
+    options = {"entropy": entropy, "full": True, "softcap": 9.0, "logit_scale": 0.7}
+
+    def read(parts):
+        return [parts[which]], weighted_sum([parts[which]])
+
+    got, wanted = results_of(batch, impl, read, **options), by_definition(batch, read, **options)
+    assert_exact(got, wanted, tolerance(batch, read, **options))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("entropy", [None, "support", "full"])
+def test_over_the_vocabulary_the_full_logprobs_are_the_logprobs(impl, entropy):
+    """Bit for bit, and so for the gradient of both; where nothing is asked for nothing is given."""
+    batch = random_batch(dtype=torch.float32, kinds=(RowKind.NONE, RowKind.HEAD, RowKind.DRAWS))
+    active = torch.arange(13) != 4
+    out = head(batch, impl, entropy=entropy, full=True, active=active)
+    assert torch.equal(out.full_logprobs, out.logprobs)
+    assert torch.equal(out.kept_mass, torch.ones(13))
+    twice = [
+        results_of(batch, impl, read, entropy=entropy, full=True, active=active)
+        for read in (
+            lambda parts: (parts[:1], 2 * weighted_sum(parts[:1])),
+            lambda parts: (parts[-1:], weighted_sum(parts[:1]) + weighted_sum(parts[-1:])),
+        )
+    ]
+    assert_same(*twice)
+    without = head(batch, impl, entropy=entropy, active=active)
+    assert without.full_logprobs is without.kept_mass is None
+    for part, other in zip(outputs(without), outputs(out), strict=False):
+        assert torch.equal(part, other)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_replayed_stays_as_it_is(impl):
+    """Full log-probabilities leave the other outputs alone, bit for bit, and their gradients."""
+    batch = random_batch(dtype=torch.float32)
+
+    def others(parts):
+        return parts[:4], weighted_sum(parts[:4])
+
+    wanted = results_of(batch, impl, others, entropy="support")
+    assert_same(results_of(batch, impl, others, entropy="support", full=True), wanted)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_kept_mass_is_the_sum_of_the_probabilities_that_are_kept(impl, dtype):
+    """From next to nothing to all of V, value and gradient; of rows of one id its probability."""
+    batch = random_batch(23, 17, 61, dtype=dtype, widths=(61, 1, 3, 9, 30), std=2.0)
+    support, replayed = batch.support, batch.support.kind == RowKind.REPLAY
+    kept = torch.zeros(23, 61, dtype=torch.bool)
+    kept[support.entry_rows, support.ids.long()] = True
+    kept |= ~replayed[:, None]
+
+    def parts_in(dtype):
+        leaves = batch.leaves(dtype)
+        p = naive_logits(leaves, dtype).softmax(1)
+        return results(leaves, [torch.where(kept, p, 0.0).sum(1)])
+
+    wanted, plain = parts_in(torch.float64), parts_in(torch.float32)
+    mass = wanted.values[0]
+    assert mass[replayed].min() < 0.02
+    assert (mass[replayed] > 1 - 1e-12).any()
+
+    leaves = batch.leaves()
+    got = results(leaves, [head(leaves, impl, full=True).kept_mass])
+    assert (got.values[0][~replayed] == 1).all()
+    error = (got.values[0].double() - mass).abs()
+    # The mass is a quotient of two probabilities, each as far off as its logits: relative to it.
+    allowed = tolerance(batch, full=True)
+    ratio = allowed.values[0] + allowed.values[3]
+    assert (error <= ratio * mass).all(), (error / mass).max()
+    unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    shares = [
+        2 * relative_error(*pair) * unit / EPS + 2 * ratio
+        for pair in zip(plain.grads, wanted.grads, strict=True)
+    ]
+    assert_exact(got, wanted, allowed._replace(values=[ratio], grads=shares))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_row_of_one_id_has_a_log_probability_over_the_vocabulary(impl):
+    batch = random_batch(5, kinds=(RowKind.REPLAY,), widths=(1,), incomplete=False)
+    got = results_of(batch, impl, lambda parts: (parts, weighted_sum(parts[3:])), full=True)
+    assert torch.equal(got.values[0], torch.zeros(5, dtype=torch.float64))
+    exact = batch.leaves()
+    logp = naive_logits(exact, torch.float64).log_softmax(1).gather(1, batch.labels[:, None])[:, 0]
+    assert (logp < -0.01).any()
+    wanted = results(exact, [logp])
+    allowed = tolerance(batch, lambda parts: (parts[3:], weighted_sum(parts[3:])), full=True)
+    assert_exact(got._replace(values=got.values[3:]), wanted, allowed)
+    assert got.grads[0].abs().max(1).values.min() > 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_nan_upstream_of_a_full_log_probability_is_seen(impl):
+    """In a row of one id, of several, and over the vocabulary; the others keep theirs."""
+    support = Support.from_rows([([3], None), ([1, 4], None), None, ([2], None), ([1, 4], None)])
+    for row in range(3):
+        hidden = torch.randn(5, 4, requires_grad=True)
+        labels = torch.tensor([3, 4, 0, 2, 1])
+        out = fused_lm_head(hidden, torch.randn(6, 4), labels, support, full=True, impl=impl)
+        out.full_logprobs.backward(torch.ones(5).index_fill(0, torch.tensor(row), torch.nan))
+        assert torch.equal(hidden.grad.isnan().all(1), torch.arange(5) == row)
+        assert torch.equal(hidden.grad.isnan().any(1), torch.arange(5) == row)
+
+
+@pytest.mark.parametrize("which", ["logprobs", "full", "entropy"])
+def test_the_backward_of_replayed_rows_takes_the_vocabulary_where_it_is_read(which, monkeypatch):
+    import rl_loss.dense as dense
+
+    chunks = spied(monkeypatch, dense, "_logits")
+    batch = random_batch(kinds=(RowKind.REPLAY,)).leaves()
+    out = head(batch, full=True, entropy="full")
+    assert len(chunks) == 1
+    parts = {"logprobs": out.logprobs, "full": out.full_logprobs, "entropy": out.entropy}
+    parts[which].sum().backward()
+    assert len(chunks) == (1 if which == "logprobs" else 2)
+
+
 # --- paths on the CPU ---
 
 
@@ -448,12 +590,12 @@ def checkpointed(batch, function, *known):
 @pytest.mark.parametrize("entropy", ["support", "full"])
 def test_checkpointed_the_gradients_are_the_same_and_the_memory_is_free(impl, entropy):
     """In bfloat16, of which both make copies in float32."""
-    batch = random_batch(dtype=torch.bfloat16)
-    wanted, leaves = results_of(batch, impl, entropy=entropy), batch.leaves()
+    batch, options = random_batch(dtype=torch.bfloat16), {"entropy": entropy, "full": True}
+    wanted, leaves = results_of(batch, impl, **options), batch.leaves()
 
     def function(hidden, weight, bias):
         given = replace(leaves, hidden=hidden, weight=weight, bias=bias)
-        return outputs(head(given, impl, entropy=entropy))
+        return outputs(head(given, impl, **options))
 
     parts, held = checkpointed(leaves, function)
     assert held == []
@@ -502,7 +644,7 @@ def test_what_a_forward_holds_without_a_checkpoint_is_seen(impl):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_padding_behind_the_vocabulary_is_not_there(impl, entropy, dtype):
     batch = random_batch(dtype=dtype)
-    options = {"entropy": entropy, "softcap": 9.0}
+    options = {"entropy": entropy, "full": True, "softcap": 9.0}
     got = results_of(padded(batch), impl, vocab_size=31, **options)
     for grad in got.grads[1:]:
         assert torch.equal(grad[31:], torch.zeros_like(grad[31:]))
@@ -587,7 +729,7 @@ def test_a_vocabulary_that_the_weight_does_not_hold_is_refused(impl, given, mess
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_result_depends_on_the_default_dtype(impl, dtype, default_dtype):
     batch = random_batch(dtype=dtype)
-    options = {"entropy": "full", "softcap": 9.0}
+    options = {"entropy": "full", "full": True, "softcap": 9.0}
     wanted = results_of(batch, impl, **options)
     torch.set_default_dtype(default_dtype)
     assert_same(results_of(batch, impl, **options), wanted)
@@ -664,6 +806,7 @@ def test_errors_name_the_argument_the_row_and_the_value():
     fails(r"softcap must be a number, got '30'", *good, softcap="30")
     fails(r"logit_scale must be finite", *good, logit_scale=float("nan"))
     fails(r"entropy must be", *good, entropy="all")
+    fails(r"full must be True or False, got 'support'", *good, full="support")
     fails(r"impl must be", *good, impl="fast")
     fails(r"impl=.triton. ", *good, impl="triton")
     fails(r"process_group", *good, process_group=object())
@@ -714,6 +857,9 @@ def test_a_harmless_temperature_and_a_real_one():
 def test_module_shares_its_weight_and_gives_plain_logits_without_labels():
     linear = nn.Linear(7, 31, bias=True)
     module = FusedLMHead.from_linear(linear, softcap=20.0, logit_scale=0.5)
+    batch = random_batch(dtype=torch.float32)
+    full = module(batch.hidden, batch.labels, batch.support, full=True)
+    assert full.kept_mass.shape == full.logprobs.shape
     assert module.weight is linear.weight
     assert module.bias is linear.bias
     batch = random_batch(dtype=torch.float32)

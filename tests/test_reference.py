@@ -42,9 +42,10 @@ def by_definition(batch, read=as_they_are, **options):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("entropy", [None, "support", "full"])
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
-def test_values_and_gradients_are_the_definitions(impl, entropy, transform):
-    batch, options = random_batch(), {"entropy": entropy, **transform}
+def test_values_and_gradients_are_the_definitions(impl, entropy, full, transform):
+    batch, options = random_batch(), {"entropy": entropy, "full": full, **transform}
     got, wanted = results_of(batch, impl, **options), by_definition(batch, **options)
     assert_exact(got, wanted, tolerance(batch, **options))
 
@@ -66,10 +67,10 @@ def test_one_percent_in_one_entry_of_a_gradient_does_not_pass(dtype, which):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("which", range(4), ids=["logprobs", "support", "tails", "entropy"])
+@pytest.mark.parametrize("which", range(5), ids=["logprobs", "support", "tails", "entropy", "full"])
 def test_an_upstream_that_is_dropped_does_not_pass(dtype, which):
     """That of one element of one output; nor does a value that is off by 3e-5."""
-    batch = random_batch(dtype=dtype)
+    batch, options = random_batch(dtype=dtype), {"entropy": "support", "full": which == 4}
 
     def largest(part):
         return part.masked_fill(part.isneginf(), 0.0).abs().argmax()
@@ -78,12 +79,12 @@ def test_an_upstream_that_is_dropped_does_not_pass(dtype, which):
         less = parts[which].index_fill(0, largest(parts[which]), 0.0)
         return parts, as_they_are([*parts[:which], less, *parts[which + 1 :]])[1]
 
-    wanted = by_definition(batch, entropy="support")
-    allowed = tolerance(batch, entropy="support")
-    got = results_of(batch, "auto", without_one, entropy="support")
+    wanted = by_definition(batch, **options)
+    allowed = tolerance(batch, **options)
+    got = results_of(batch, "auto", without_one, **options)
     with pytest.raises(AssertionError):
         assert_exact(got, wanted, allowed)
-    got = results_of(batch, "auto", entropy="support")
+    got = results_of(batch, "auto", **options)
     assert_exact(got, wanted, allowed)
     got.values[which][largest(got.values[which])] += 3e-5
     with pytest.raises(AssertionError):
@@ -91,10 +92,13 @@ def test_an_upstream_that_is_dropped_does_not_pass(dtype, which):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("which", ["logprobs", "support", "tail", "entropy", "full", "all"])
+@pytest.mark.parametrize(
+    "which",
+    ["logprobs", "support", "tail", "entropy", "full entropy", "full logprobs", "mass", "all"],
+)
 def test_gradcheck_of_each_output_alone_and_together(impl, which):
     batch = random_batch(6, 3, 5, seed=3, std=1.0, widths=(2, 1, 3)).leaves()
-    entropy = {"entropy": "support", "all": "support", "full": "full"}.get(which)
+    entropy = {"entropy": "support", "all": "support", "full entropy": "full"}.get(which)
 
     def function(hidden, weight, bias):
         out = fused_lm_head(
@@ -106,6 +110,7 @@ def test_gradcheck_of_each_output_alone_and_together(impl, which):
             temperature=batch.temperature,
             softcap=4.0,
             entropy=entropy,
+            full=which in ("full logprobs", "mass", "all"),
             impl=impl,
         )
         parts = {
@@ -113,10 +118,13 @@ def test_gradcheck_of_each_output_alone_and_together(impl, which):
             "support": out.support_logprobs,
             "tail": torch.where(out.trainer_tail_logprobs.isneginf(), 0, out.trainer_tail_logprobs),
             "entropy": out.entropy,
-            "full": out.entropy,
+            "full entropy": out.entropy,
+            "full logprobs": out.full_logprobs,
+            "mass": out.kept_mass,
         }
         if which == "all":
-            return tuple(parts[name] for name in ("logprobs", "support", "tail", "entropy"))
+            together = "logprobs", "support", "tail", "entropy", "full logprobs"
+            return tuple(parts[name] for name in together)
         return parts[which]
 
     assert set(batch.support.kind.tolist()) == {0, 1, 2, 3}
@@ -141,10 +149,10 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
     batch = random_batch()
     monkeypatch.setattr(rl_loss.reference, "_BLOCK", 20)  # a row or two at a time
     blocks = [spied(monkeypatch, rl_loss.reference, name) for name in ("_gathered", "_dense")]
-    got = results_of(batch, "reference", entropy="full")
+    options = {"entropy": "full", "full": True}
+    got = results_of(batch, "reference", **options)
     assert all(len(calls) > 1 for calls in blocks)
-    wanted = by_definition(batch, entropy="full")
-    assert_exact(got, wanted, tolerance(batch, entropy="full"))
+    assert_exact(got, by_definition(batch, **options), tolerance(batch, **options))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -153,8 +161,9 @@ def test_ids_with_a_bias_of_minus_infinity_are_as_if_not_there(impl):
     small, big = random_batch(12, 6, 20), random_batch(12, 6, 20)
     big.weight = torch.cat([big.weight, torch.randn(5, 6, dtype=torch.float64)])
     big.bias = torch.cat([big.bias, torch.full((5,), -torch.inf, dtype=torch.float64)])
-    got = results_of(big, impl, entropy="full")
+    options = {"entropy": "full", "full": True}
+    got = results_of(big, impl, **options)
     hidden, weight, bias = got.grads
     assert torch.equal(weight[20:], torch.zeros(5, 6, dtype=torch.float64))
-    wanted, allowed = by_definition(small, entropy="full"), tolerance(small, entropy="full")
+    wanted, allowed = by_definition(small, **options), tolerance(small, **options)
     assert_exact(Results(got.values, [hidden, weight[:20], bias[:20]]), wanted, allowed)

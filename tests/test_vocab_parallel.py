@@ -35,6 +35,7 @@ class Case(NamedTuple):
     n: int = 13
     v: int = 31
     entropy: str | None = "support"
+    full: bool = False
     cut: str = "padded"  # equal shards with poison behind V, or "dtensor": as torch cuts them
     options: dict = {}  # noqa: RUF012
     sequence_parallel: bool = False
@@ -48,8 +49,12 @@ CASES = {
     "mixed, full entropy": Case(entropy="full", options={"softcap": 6.0, "logit_scale": 0.7}),
     "no entropy, cut by torch": Case(entropy=None, cut="dtensor"),
     "full entropy, cut by torch": Case(entropy="full", cut="dtensor", masked=True),
+    "full log-probabilities": Case(entropy=None, full=True, options={"softcap": 6.0}),
+    "all that is full, cut by torch": Case(entropy="full", full=True, cut="dtensor", masked=True),
+    "full log-probabilities of replayed rows": Case(kinds=REPLAY, full=True),
+    "full log-probabilities, sequence-parallel": Case(n=12, full=True, sequence_parallel=True),
     "an empty shard": Case(v=4, cut="dtensor"),
-    "an empty shard behind padding": Case(v=3),
+    "an empty shard behind padding": Case(v=3, full=True),
     "replayed rows": Case(kinds=REPLAY),
     "ids on one shard": Case(kinds=REPLAY, one_shard=True),
     "mixed ids on one shard": Case(one_shard=True),
@@ -109,6 +114,7 @@ def check_head(case: Case, rank: int, impl: str) -> None:
     ranks, device = dist.get_world_size(), rank_device(rank)
     batch = make(case, device)
     options = {"temperature": batch.temperature, "entropy": case.entropy, **case.options}
+    options["full"] = case.full
     active = torch.arange(case.n) % 4 != 1 if case.masked else None
     whole = batch.leaves()
     bias = {"bias": whole.bias, **options}
@@ -209,7 +215,8 @@ def all_cases(rank: int, impl: str) -> None:
             continue
         try:
             check_head(case, rank, impl)
-            if not case.options and case.frozen is None and case.entropy != "full":
+            over_v_too = case.full or case.entropy == "full"
+            if not case.options and case.frozen is None and not over_v_too:
                 for loss in LOSSES.values():
                     check_one_pass(case, rank, impl, loss)
         except Exception as error:

@@ -40,6 +40,7 @@ def _entry_grads_kernel(
     d_support,  # [nnz]
     d_tails,  # [N]
     d_entropy,  # [N]
+    d_full,  # [N]
     grad,  # [nnz] out
     rows,  # [nnz] int32 out: each entry's row
     flags,  # [N] uint8 out: 1 where the row's hidden gradient is NaN
@@ -59,7 +60,8 @@ def _entry_grads_kernel(
     D_SUPPORT: tl.constexpr,
     D_TAILS: tl.constexpr,
     D_ENTROPY: tl.constexpr,
-    FULL: tl.constexpr,
+    D_FULL: tl.constexpr,
+    ENTROPY_OVER_V: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -67,7 +69,8 @@ def _entry_grads_kernel(
 
     On a row over the vocabulary the passes over blocks of logits carry the gradient of every
     cell, so that an entry has its own upstream alone; but the known ids of a HEAD row have
-    their whole gradient here and none there.
+    their whole gradient here and none there. Of a replayed row they carry what was taken of it
+    over the vocabulary: its entries have the rest.
     """
     row = tl.program_id(0).to(tl.int64)
     if CHOSEN:
@@ -81,6 +84,10 @@ def _entry_grads_kernel(
     d_label = tl.zeros([], dtype=ACC)
     if D_LOGPROBS:
         d_label = tl.load(d_logprobs + row, mask=on, other=0.0).to(ACC)
+    d_label_v = tl.zeros([], dtype=ACC)
+    if D_FULL:
+        d_label_v = tl.load(d_full + row, mask=on, other=0.0).to(ACC)
+        d_label += tl.where(over, d_label_v, 0.0)
     d_tail = tl.zeros([], dtype=ACC)
     tail = tl.zeros([], dtype=ACC)
     if D_TAILS:
@@ -109,12 +116,15 @@ def _entry_grads_kernel(
     if THROUGH_V:
         head = tl.load(kind + row) == KIND_HEAD
         whole = tl.where(over & (head == 0), start, end)
-        tl.store(v_total + row, tl.where(over, total, 0.0))
-        tl.store(v_label + row, tl.where(over, d_label, 0.0))
+        tl.store(v_total + row, tl.where(over, total, d_label_v))
+        tl.store(v_label + row, tl.where(over, d_label, d_label_v))
         tl.store(v_tail + row, tl.where(over, d_tail, 0.0))
-        tl.store(v_entropy + row, d_h)
-        if FULL:
-            d_h = tl.where(over, d_h, 0.0)
+        d_h_v = tl.where(over, d_h, 0.0)
+        if ENTROPY_OVER_V:
+            tl.store(v_entropy + row, d_h)
+            d_h = d_h_v
+        else:
+            tl.store(v_entropy + row, d_h_v)
     stop = tl.where((this == REPLAYED) | over, end, start)
     always = tl.where(over, start, end)
     for first in range(start, end, BLOCK):
@@ -173,7 +183,7 @@ def entry_grads(
     """Writes the gradient of each entry's raw product `hidden . weight`: one launch."""
     rows, logits, s = call.rows, call.logit, call.scalars
     n = call.n if chosen is None else len(chosen)
-    d_logprobs, d_support, d_tails, d_entropy = (
+    d_logprobs, d_support, d_tails, d_entropy, d_full = (
         None if d is None else d.contiguous() for d in upstreams
     )
     if n:
@@ -194,6 +204,7 @@ def entry_grads(
             d_support,
             d_tails,
             d_entropy,
+            d_full,
             out.grad,
             out.rows,
             out.flags,
@@ -210,7 +221,8 @@ def entry_grads(
             D_SUPPORT=d_support is not None,
             D_TAILS=d_tails is not None,
             D_ENTROPY=d_entropy is not None,
-            FULL=s.entropy == ENTROPY["full"],
+            D_FULL=d_full is not None,
+            ENTROPY_OVER_V=s.entropy == ENTROPY["full"],
             ACC=logits.flags["ACC"],
             **width_block(call.n, len(rows.ids)),
         )

@@ -4,6 +4,7 @@ The operators take tensors and scalars alone, so that `torch.compile` sees them 
 the same functions are called without the dispatcher in between.
 """
 
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 import torch
@@ -28,15 +29,22 @@ from rl_loss.kernels.gradient_sums import (
     weight_sums,
 )
 from rl_loss.kernels.own_entries import own_entries
-from rl_loss.kernels.records import HeadCall, HeadScalars, RowOutputs, RowTensors, row_tensors
+from rl_loss.kernels.records import (
+    ENTROPY,
+    HeadCall,
+    HeadScalars,
+    RowOutputs,
+    RowTensors,
+    row_tensors,
+)
 from rl_loss.kernels.rows import normalise
 from rl_loss.vocab_parallel import Shard, outside_graphs, whole
 
 
 def kernel_head(given: HeadArguments, on: Tensor) -> tuple[Tensor, ...]:
-    """logprobs `[...]`, support_logprobs `[nnz]`, tails `[...]`, entropy `[...]`, valid `[nnz]`
-    bool; `on` is `active` on the device. Inactive rows are 0."""
-    return _KernelHead.apply(*given.inputs, *row_tensors(given, on), given.shard)[:5]
+    """logprobs `[...]`, support_logprobs `[nnz]`, tails `[...]`, entropy `[...]`, full_logprobs
+    `[...]`, valid `[nnz]` bool; `on` is `active` on the device. Inactive rows are 0."""
+    return _KernelHead.apply(*given.inputs, *row_tensors(given, on), given.shard)[:6]
 
 
 class _KernelHead(torch.autograd.Function):
@@ -48,7 +56,7 @@ class _KernelHead(torch.autograd.Function):
             hidden = shard.gather_rows(hidden)
             out = _forward(HeadInputs(hidden, weight, bias), rows, scalars, shard)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out[4:])
+        ctx.mark_non_differentiable(*out[5:])
         ctx.save_for_backward(hidden, weight, bias, *rows, *out)
         ctx.scalars, ctx.shard = scalars, shard
         return tuple(out)
@@ -56,7 +64,7 @@ class _KernelHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstreams):
-        upstreams, needs = Upstreams(*upstreams[:4]), Needs(*ctx.needs_input_grad[:3])
+        upstreams, needs = Upstreams(*upstreams[:5]), Needs(*ctx.needs_input_grad[:3])
         if upstreams.none:
             return (None,) * 6
         if torch.compiler.is_compiling() and ctx.shard.alone:
@@ -88,6 +96,12 @@ def head_bwd(
     """The gradients of hidden, weight and bias; empty where not needed."""
     if not call.scalars.entropy:
         upstreams = upstreams._replace(entropy=None)
+    if not call.scalars.full:
+        upstreams = upstreams._replace(full_logprobs=None)
+    entropy_v = None if call.scalars.entropy != ENTROPY["full"] else upstreams.entropy
+    if entropy_v is None and upstreams.full_logprobs is None:
+        # Nothing reads what was taken of REPLAY rows over the vocabulary: it costs no product here.
+        call = replace(call, rows=call.rows._replace(over_v=call.rows.normalised_v))
     grads = EntryGrads.new(call)
     entry_grads(call, grads, saved, upstreams)
     d_weight, d_bias = call.hidden.new_empty(0), call.hidden.new_empty(0)

@@ -46,6 +46,7 @@ class RowTensors(NamedTuple):
     tiles: Tensor  # [T] int64: of the REPLAY rows whose logits are gathered
     wide: Tensor  # [W] int64: the REPLAY rows whose logits come of blocks over the vocabulary
     over_v: Tensor  # [D] int64: the rows of which something is taken over the vocabulary
+    normalised_v: Tensor  # int64: those of them that are normalised over it, or more
 
 
 class HeadScalars(NamedTuple):
@@ -60,16 +61,18 @@ class HeadScalars(NamedTuple):
     any_head: bool  # some row is HEAD
     any_draws: bool  # some row is DRAWS: an id may stand in it twice
     entropy: int  # 0: none, 1: of what the row is normalised over, 2: over the vocabulary
+    full: bool  # log-probabilities of the labels over the vocabulary as well
     workspace: int  # bytes of a block of logits
 
 
 class RowOutputs(NamedTuple):
-    """What the forward gives: the four outputs, and what the backward reads beside them."""
+    """What the forward gives: the five outputs, and what the backward reads beside them."""
 
     logprobs: Tensor  # [...] as the labels
     support_logprobs: Tensor  # [nnz]
     tail_logprobs: Tensor  # [...]
     entropy: Tensor  # [...], empty where not asked for
+    full_logprobs: Tensor  # [...], likewise
     valid: Tensor  # [nnz] bool
     lse: Tensor  # [N]
     lse_v: Tensor  # [N], empty where no row is over the vocabulary
@@ -85,6 +88,7 @@ class RowOutputs(NamedTuple):
             support_logprobs=new(nnz, dtype=dtype),
             tail_logprobs=new(shape, dtype=dtype),
             entropy=new(shape if scalars.entropy else (0,), dtype=dtype),
+            full_logprobs=new(shape if scalars.full else (0,), dtype=dtype),
             valid=new(nnz, dtype=torch.bool),
             lse=new(n, dtype=dtype),
             lse_v=new(n if rows.over_v.shape[0] else 0, dtype=dtype),
@@ -183,6 +187,12 @@ def row_tensors(given: HeadArguments, on: Tensor) -> tuple[RowTensors, HeadScala
         temperature = given.temperature.expand(given.labels.shape).reshape(n).contiguous()
     else:
         one = float(given.temperature)
+    replay = given.replay_over_v
+    over_v = rows_over_v(given, support, plan.over_v, replay)
+    normalised_v = over_v
+    masked = given.active is not None and given.active.device.type != "cpu"
+    if replay and not (masked and len(plan.over_v)):  # which would cost a second sync
+        normalised_v = rows_over_v(given, support, plan.over_v, replay=False)
     rows = RowTensors(
         labels=given.labels.contiguous(),
         temperature=temperature,
@@ -193,7 +203,8 @@ def row_tensors(given: HeadArguments, on: Tensor) -> tuple[RowTensors, HeadScala
         kind=support.kind,
         tiles=plan.tiles,
         wide=_active_wide(given.active, support, plan),
-        over_v=rows_over_v(given, support, plan.over_v),
+        over_v=over_v,
+        normalised_v=normalised_v,
     )
     scalars = HeadScalars(
         temperature=one,
@@ -205,6 +216,7 @@ def row_tensors(given: HeadArguments, on: Tensor) -> tuple[RowTensors, HeadScala
         any_head=plan.any_head,
         any_draws=plan.any_draws,
         entropy=ENTROPY[given.entropy],
+        full=given.full,
         workspace=int(given.workspace_mib * 2**20),
     )
     return rows, scalars

@@ -135,6 +135,7 @@ def _rows_kernel(
     logprobs,  # [N] out
     tails,  # [N] out
     entropy,  # [N] out
+    full,  # [N] out: the label over the vocabulary
     lse,  # [N] out: over what the row is normalised over
     lse_v,  # [N] out: over the vocabulary, where there are stats
     valid,  # [nnz] uint8 out
@@ -146,6 +147,7 @@ def _rows_kernel(
     CHOSEN: tl.constexpr,
     STATS: tl.constexpr,
     ENTROPY: tl.constexpr,  # 0: none, 1: of what the row is normalised over, 2: over V
+    FULL: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -192,9 +194,10 @@ def _rows_kernel(
     safe = tl.where(peak == minus_inf, 0.0, peak)
     mass = tl.sum(total * tl.exp(top - safe), axis=0)
     norm_v = tl.zeros([], dtype=ACC)
+    log_label = tl.zeros([], dtype=ACC)
     if STATS:
         stats = over
-        if ENTROPY == 2:
+        if FULL or ENTROPY == 2:
             stats = over | replay
         m = tl.load(top_v + row, mask=stats, other=0.0)
         s = tl.load(total_v + row, mask=stats, other=1.0)
@@ -205,6 +208,7 @@ def _rows_kernel(
         tail_v = norm_v
         norm_v = tl.where(head & (mass > 0), both, norm_v)
         tail_v = tl.where(head & (s > 0), tail_v - norm_v, minus_inf)
+        log_label = tl.load(label_z + row, mask=stats, other=0.0) - norm_v
     norm = peak + tl.log(mass)
     peak_tail = tl.max(top_tail, axis=0)
     safe_tail = tl.where(peak_tail == minus_inf, 0.0, peak_tail)
@@ -212,11 +216,9 @@ def _rows_kernel(
     some_tail = mass_tail != 0
     tail = safe_tail + tl.log(tl.where(some_tail, mass_tail, 1.0)) - norm
     tail = tl.where(some_tail, tail, minus_inf)
-    log_label = tl.zeros([], dtype=ACC)
     if STATS:
         norm = tl.where(over, norm_v, norm)
         tail = tl.where(over, tail_v, tail)
-        log_label = tl.load(label_z + row, mask=over, other=0.0) - norm
     inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
     bad = (inverse != inverse) | (label < 0) | (label >= V) | (tl.sum(outside, axis=0) > 0)
     bad = bad | (replay & (tl.sum(found, axis=0) == 0)) | ((this > KIND_NONE) & (end == start))
@@ -241,6 +243,8 @@ def _rows_kernel(
         tl.store(support_logprobs + entry, tl.where(bad, nan, logp), mask=held)
         usable = q_known & (entry < usable_end)
         tl.store(valid + entry, usable.to(tl.uint8), mask=held)
+    if FULL:
+        tl.store(full + row, tl.where(bad, nan, tl.where(replay | over, log_label, 0.0)))
     log_label = tl.where(replay, tl.sum(picked, axis=0), log_label)
     tl.store(logprobs + row, tl.where(bad, nan, tl.where(replay | over, log_label, 0.0)))
     tl.store(tails + row, tl.where(bad, nan, tl.where(replay | over, tail, 0.0)))
@@ -253,9 +257,12 @@ def _rows_kernel(
     if ENTROPY > 0:
         h = tl.sum(disorder, axis=0)
         if STATS:
-            a = tl.load(moment_v + row, mask=stats, other=0.0)
+            disordered = over
+            if ENTROPY == 2:
+                disordered = stats
+            a = tl.load(moment_v + row, mask=disordered, other=0.0)
             rest = a + s * (m - norm_v)
-            h -= tl.where(stats & (s > 0), tl.exp(m - norm_v) * rest, 0.0)
+            h -= tl.where(disordered & (s > 0), tl.exp(m - norm_v) * rest, 0.0)
         tl.store(entropy + row, tl.where(bad, nan, tl.where(replay | over, h, 0.0)))
 
 
@@ -329,6 +336,7 @@ def normalise(
             out.logprobs,
             out.tail_logprobs,
             out.entropy,
+            out.full_logprobs,
             out.lse,
             out.lse_v,
             out.valid.view(torch.uint8),
@@ -340,6 +348,7 @@ def normalise(
             CHOSEN=chosen is not None,
             STATS=stats is not None,
             ENTROPY=call.scalars.entropy,
+            FULL=call.scalars.full,
             ACC=logits.flags["ACC"],
             **width_block(call.n, len(rows.ids)),
         )
