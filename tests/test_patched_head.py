@@ -382,7 +382,7 @@ def test_a_model_that_does_not_call_its_head_once(calls):
 
 
 def test_calls_within_calls():
-    """One with other labels inside the body of one, as a reference model in a hook would be."""
+    """One with other labels and one without inside the body of one, as a hook might make them."""
     model, rows = patch_lm_head(make("Qwen3")), make_rows(b=3, seed=9)
     inner, wanted = model(**rows.model, **rows.head), model(**ROWS.model, **ROWS.head)
     seen = []
@@ -391,12 +391,14 @@ def test_calls_within_calls():
         if not seen:
             seen.append(None)
             seen.append(model(**rows.model, **rows.head))
+            seen.append(model(**ROWS.model))
 
     handle = model.base_model.layers[0].register_forward_hook(call)
     out = model(**ROWS.model, **ROWS.head)
     handle.remove()
     assert torch.equal(out.head.logprobs, wanted.head.logprobs)
     assert torch.equal(seen[1].head.logprobs, inner.head.logprobs)
+    assert torch.equal(seen[2].logits, model(**ROWS.model).logits)
     unpatch_lm_head(model)
     untouched(model)
 
