@@ -461,6 +461,25 @@ def test_a_forward_of_an_object_is_kept():
     assert model.forward is forward
 
 
+def test_a_forward_of_the_head_is_kept():
+    """Which some libraries give a module; in a call with labels it does not run."""
+    model = make("Qwen3")
+    head, calls = model.lm_head, []
+
+    def forward(hidden):
+        calls.append(hidden)
+        return type(head).forward(head, hidden)
+
+    head.forward = forward
+    patch_lm_head(model)
+    before = len(calls)
+    model(**ROWS.model, **ROWS.head)
+    assert len(calls) == before
+    assert head.forward is forward
+    model(**ROWS.model)
+    assert len(calls) == before + 1
+
+
 def test_a_model_with_such_arguments_of_its_own_is_refused():
     model = make("Qwen3")
     model.forward = lambda input_ids=None, temperature=1.0, **more: None
@@ -594,14 +613,16 @@ def test_a_compiled_model():
     (_, got), (plain, _) = both(model)
     rows = make_rows(seed=5)
     other = model(**rows.model, **rows.head).head.logprobs
-    compiled = torch.compile(model, backend="eager")
-    for _ in range(2):  # what it computes in float32 inside the model comes out otherwise
+    compiled, frames = torch.compile(model, backend="eager"), []
+    for _ in range(3):  # what it computes in float32 inside the model comes out otherwise
         assert_near({"logits": compiled(**ROWS.model).logits}, {"logits": plain.logits}, 1e-6)
         out = compiled(**ROWS.model, **ROWS.head)
         again = {"logprobs": out.head.logprobs} | gradients(model, out, out.head.logprobs)
         assert_near(again, got, 1e-6)
         logprobs = compiled(**rows.model, **rows.head).head.logprobs
         assert_near({"logprobs": logprobs}, {"logprobs": other}, 1e-6)
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert 0 < frames[1] == frames[2]  # the third time nothing is compiled anew
 
 
 def test_a_model_patched_by_liger():

@@ -204,8 +204,8 @@ class _StandIn:
         self.head: Any = None  # in a call, and what it had for a forward of its own
         self.own: Any = None
         self.hook: Any = None
-        # `torch.compile` looks at a forward for its identity, and at hooks not at all: its graphs
-        # end before this one, in calls without labels they go through the head's own.
+        # What `torch.compile` has traced holds while a module's forward does, whatever hooks it
+        # has by then: with this one no graph of a call without labels does, and new ones end here.
         self.outside_graphs = torch.compiler.disable(self.forward)
 
     def __reduce__(self) -> Any:
