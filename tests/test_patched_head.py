@@ -3,7 +3,9 @@
 import copy
 import inspect
 import pickle
+import re
 import threading
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ from factory import TINY_MODEL, LargestTensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rl_loss import FusedLMHead, LMHeadOutput, Support, fused_lm_head
+from rl_loss import FusedLMHead, LMHeadOutput, LossInputs, Support, fused_lm_head, icepop_loss
 from rl_loss.integrations.huggingface import logit_options, patch_lm_head, unpatch_lm_head
 
 transformers = pytest.importorskip("transformers")
@@ -203,6 +205,44 @@ def untouched(model):
         assert "forward" not in vars(head)
         assert not head._forward_hooks
         assert not head._forward_pre_hooks
+
+
+def test_the_lines_of_the_document():
+    """The loss and its gradient are those of the model's own logits."""
+    text = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    sequences = ROWS.input_ids
+    kept = torch.stack([sequences.flatten(), (sequences.flatten() + 7) % V], 1)
+    logprobs = torch.full((B, L), 0.5).log()
+    rows = [(row, torch.full((2,), 0.5).log()) for row in kept]
+    advantages = draw(torch.randn, 3, B, L)
+    names = {
+        "model": make("Gemma2"),
+        "sequences": sequences,
+        "loss_mask": torch.arange(L).expand(B, L) > 2,
+        "support": Support.from_rows(rows),
+        "inference_logprobs": logprobs,
+        "advantages": advantages,
+    }
+    peer = copy.deepcopy(names["model"])
+    exec(lines, names)
+    logits = peer(sequences).logits[:, :-1]
+    over = logits.gather(-1, kept.reshape(B, L, 2)[:, 1:]).log_softmax(-1)
+    inputs = LossInputs(
+        trainer_logprobs=over[..., 0],
+        inference_logprobs=logprobs[:, 1:],
+        advantages=advantages[:, 1:],
+        loss_mask=names["loss_mask"][:, 1:],
+        trainer_support_logprobs=over,
+        sampler_support_logprobs=torch.full_like(over, 0.5).log(),
+        support_valid=torch.ones_like(over, dtype=torch.bool),
+    )
+    loss = icepop_loss(inputs).loss / names["loss_mask"].sum()
+    loss.backward()
+    pairs = zip(names["model"].named_parameters(), peer.parameters(), strict=True)
+    pairs = [(name, own.grad, other.grad) for (name, own), other in pairs]
+    got, wanted = ({name: pair[at] for name, *pair in pairs} for at in (0, 1))
+    assert_near(got, wanted, 1e-6)  # losses are in float32
 
 
 # --- which logits, and whose head ---
