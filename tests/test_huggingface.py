@@ -133,23 +133,50 @@ def with_transform(model, transform):
 UNKNOWN = r"model: Odd transforms its logits .* not known here"
 
 
-@pytest.mark.parametrize("factor", [1.25, 0.5, -1.0, 1.0001])
+BENT = {
+    "shifted": lambda logits: logits + 0.5,
+    "of one sign": lambda logits: logits + 1e-3 * logits.relu(),
+    "clamped": lambda logits: logits.clamp(-20, 20),
+    "capped otherwise": lambda logits: 10 * torch.asinh(logits / 10),
+    "bent": lambda logits: logits + 1e-3 * logits.sin(),
+    "of some ids": lambda logits: logits * torch.linspace(1, 1.001, V, dtype=torch.float64),
+    "of its rows": lambda logits: logits - logits.mean(-1, keepdim=True),
+    "nothing": lambda logits: logits * 0,
+    "coarse": lambda logits: logits.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("how", BENT)
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-def test_an_unknown_transform_is_refused(name, factor):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_unknown_transform_is_refused(name, how, dtype):
     with pytest.raises(ValueError, match=UNKNOWN):
-        logit_options(with_transform(make(name), lambda logits: logits * factor))
+        logit_options(with_transform(make(name, dtype), BENT[how]))
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-3])
-@pytest.mark.parametrize("factor", [1.08, 0.93])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_unknown_transform_is_refused_in_low_precision(dtype, factor, size):
-    """Of small logits too, as a model has before it was trained."""
-    model = make("qwen3", dtype)
-    model.lm_head.weight.data *= size
-    logit_options(model)
-    with pytest.raises(ValueError, match=UNKNOWN):
-        logit_options(with_transform(model, lambda logits: logits * factor))
+@pytest.mark.parametrize("factor", [1.25, 0.3, -1.0, 1.0001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_factor_is_read_wherever_it_stands(factor, dtype):
+    """No config names it."""
+    model = with_transform(make("qwen3", dtype), lambda logits: logits * factor)
+    assert logit_options(model) == {"bias": None, "softcap": None, "logit_scale": factor}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cap_and_a_factor_are_read_in_float32_as_well(dtype):
+    """Where the model makes float32 of its logits, to the last digits of that."""
+
+    def transform(logits):
+        return 7.3 * torch.tanh(0.3 * logits.float() / 7.3)
+
+    options = logit_options(with_transform(make("qwen3", dtype), transform))
+    for got, wanted in ((options["softcap"], 7.3), (options["logit_scale"], 0.3)):
+        assert abs(got - wanted) <= 4 * torch.finfo(torch.float32).eps * wanted
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ValueError, match=r"model must be a model of transformers, got .*Linear"):
+        logit_options(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min])
@@ -181,10 +208,37 @@ def test_a_model_without_a_head_is_refused():
         logit_options(make("qwen3").base_model)
 
 
-def test_a_named_setting_that_the_model_does_not_apply_is_refused():
+def test_a_named_setting_that_the_model_does_not_apply_is_not_read():
     model = make("qwen3")
     model.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match=r"transforms its logits .* softcap 30\.0"):
+    assert logit_options(model)["softcap"] is None
+
+
+def test_a_model_that_changes_its_states_before_the_head_is_refused():
+    """They are not those of its `base_model`."""
+    model = make("qwen3")
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] / 2,))
+    with pytest.raises(ValueError, match="does not read the hidden states that its base_model"):
+        logit_options(model)
+
+
+def test_a_model_that_calls_its_head_twice_is_refused():
+    model = make("qwen3")
+    forward = type(model).forward
+
+    def twice(self, *args, **kwargs):
+        forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    model.__class__ = type("Odd", (type(model),), {"forward": twice})
+    with pytest.raises(ValueError, match=r"must call its output embeddings once .* not 2 times"):
+        logit_options(model)
+
+
+def test_a_model_on_meta_is_refused():
+    with torch.device("meta"):
+        model = make("gemma2")
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM is on meta: load its weights first"):
         logit_options(model)
 
 
@@ -286,7 +340,7 @@ def test_coarse_float32_products_are_no_transform(name):
     options = logit_options(make(name))
     assert (options["softcap"], options["logit_scale"]) == (softcap, pytest.approx(scale))
     with pytest.raises(ValueError, match=UNKNOWN):
-        logit_options(with_transform(make(name), lambda logits: logits * 1.08))
+        logit_options(with_transform(make(name), BENT["of one sign"]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -296,7 +350,7 @@ def test_autocast_is_no_transform(name):
         options = logit_options(make(name))
         assert (options["softcap"], options["logit_scale"]) == (softcap, pytest.approx(scale))
         with pytest.raises(ValueError, match=UNKNOWN):
-            logit_options(with_transform(make(name), lambda logits: logits * 1.08))
+            logit_options(with_transform(make(name), BENT["of one sign"]))
 
 
 def test_the_weight_is_not_taken_to_float64_as_a_whole():
@@ -321,7 +375,7 @@ def test_a_model_that_is_sharded(one_rank):
     assert (options["softcap"], options["logit_scale"]) == (None, 1.0)
     assert options["bias"] is model.lm_head.bias
     with pytest.raises(ValueError, match="transforms its logits"):
-        logit_options(with_transform(model, lambda logits: logits * 1.0001))
+        logit_options(with_transform(model, BENT["of one sign"]))
 
 
 # --- PEFT ---
@@ -444,10 +498,10 @@ def test_the_model_is_left_as_it_was():
     logit_options(model)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
-    model.config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match="transforms"):
-        logit_options(model)
+        logit_options(with_transform(model, BENT["bent"]))
     assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_from_linear_of_a_head_that_peft_adapts(peft):

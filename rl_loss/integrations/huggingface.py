@@ -5,94 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from rl_loss.arguments import active_module, class_path
 from rl_loss.capture import capture_support
 from rl_loss.csr import RowKind
-from rl_loss.logits import LogitTransform
+from rl_loss.integrations.head_transform import logit_options
+from rl_loss.integrations.patched_head import patch_lm_head, unpatch_lm_head
 from rl_loss.support import Support
 
-_PROBED_IDS = 8192  # rows of a weight that are taken to float64 at once
-
-
-@torch.no_grad()
-def logit_options(model: Any) -> dict[str, Any]:
-    """The `bias`, `softcap` and `logit_scale` of a model's head, proved on the model itself.
-
-    They are read off the model and its config (Gemma 2's `final_logit_softcapping`, Cohere's
-    `logit_scale`, Granite's `logits_scaling`, which divides); then the model's own logits of a
-    few tokens are compared with those that the options give.
-
-    A head that PEFT trains whole (`modules_to_save`) is its active copy, the original where
-    adapters are off; `get_output_embeddings().weight` is that one's weight. Ask again after
-    another adapter was set.
-
-    Args:
-        model: any causal language model whose `base_model` gives the hidden states that its
-            output embeddings read, or a `PeftModel` of one (`get_base_model()` is the model).
-
-    Returns:
-        keyword arguments for `fused_lm_head`, beside `weight = get_output_embeddings().weight`.
-
-    Raises:
-        ValueError: a model whose logits come out otherwise: a transform that is not one of
-            these, or adapters on its head (LoRA, even where it still adds nothing: it would get
-            no gradient); no output embeddings.
-
-    Source: `ModulesToSaveWrapper` of PEFT 0.19 and later.
-
-    Example:
-        >>> options = logit_options(model)  # doctest: +SKIP
-        >>> hidden = model.base_model(input_ids).last_hidden_state  # doctest: +SKIP
-    """
-    if hasattr(model, "get_base_model"):  # of PEFT, whose own base_model is another thing
-        model = model.get_base_model()
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
-    if head is None:
-        raise ValueError(f"model: {type(model).__name__} has no output embeddings")
-    running = active_module(head)
-    more = {name for name, _ in running.named_parameters()} - {"weight", "bias"}
-    if more:
-        raise ValueError(
-            f"model: its head, a {class_path(running)}, has parameters beside weight and bias: "
-            f"{sorted(more)}. Merge an adapter into the weight (merge_and_unload), or train the "
-            "whole head (modules_to_save)"
-        )
-    bias = getattr(head, "bias", None)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-    tokens = torch.arange(8, device=head.weight.device)[None] % len(head.weight)
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        expected = model(input_ids=tokens, use_cache=False).logits.double()
-        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-    weight = _whole(head.weight)
-    parts = weight.split(_PROBED_IDS)  # in float64 all of them would take four times the weight
-    raw = torch.cat([hidden.double() @ part.double().T for part in parts], -1)
-    got = LogitTransform(softcap, scale)(raw, _whole(bias), raw.new_ones(()))
-    # The model rounds its products as this one is rounded (to bfloat16 under autocast, to fewer
-    # bits where float32 products may be), and each of five steps of its transform to their dtype.
-    product = functional.linear(hidden.to(weight.dtype), weight)
-    rounding = 2 * abs(scale) * float((product - raw).abs().max())
-    rounding += 4 * torch.finfo(product.dtype).eps * float(got.abs().max())
-    worst = float((got - expected).abs().max()) if got.shape == expected.shape else torch.inf
-    if not worst <= rounding:
-        raise ValueError(
-            f"model: {type(model).__name__} transforms its logits in a way that is not known here "
-            f"(they differ by {worst:.3g} with softcap {softcap} and logit_scale {scale:.3g})"
-        )
-    return {"bias": bias, "softcap": softcap, "logit_scale": scale}
-
-
-def _whole(parameter: Any) -> Any:
-    """All of a parameter that FSDP2 has sharded: every rank calls."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+__all__ = ["RecordedRows", "SupportRecorder", "logit_options", "patch_lm_head", "unpatch_lm_head"]
 
 
 class RecordedRows(NamedTuple):
