@@ -340,7 +340,10 @@ REFUSED = {
     "return_dict": ({"return_dict": False}, "return_dict must be True"),
     "shape": ({"aligned_labels": ROWS.labels[:1]}, r"aligned_labels must be \(2, 7\).*\(1, 7\)"),
     "type": ({"aligned_labels": [1, 2]}, r"aligned_labels must be \(2, 7\).*list"),
-    "option": ({"head_options": {"bias": None}}, r"head_options may hold \['impl'.*\['bias'\]"),
+    "option": (
+        {"head_options": {"bias": None}},
+        r"head_options may hold \['full', 'impl'.*\['bias'\]",
+    ),
     "rows": ({"support": Support.empty(3)}, "support must have 14 rows, got 3"),
 }
 

@@ -12,7 +12,14 @@ from rl_loss.integrations.head_transform import logit_options
 from rl_loss.integrations.patched_head import patch_lm_head, unpatch_lm_head
 from rl_loss.support import Support
 
-__all__ = ["RecordedRows", "SupportRecorder", "logit_options", "patch_lm_head", "unpatch_lm_head"]
+__all__ = [
+    "Completion",
+    "RecordedRows",
+    "SupportRecorder",
+    "logit_options",
+    "patch_lm_head",
+    "unpatch_lm_head",
+]
 
 
 class RecordedRows(NamedTuple):
