@@ -50,6 +50,8 @@ def patch_lm_head(model: Any) -> Any:
             `return_dict=False`, any other of the keywords without `aligned_labels`, LoRA on the
             head, and what `fused_lm_head` refuses.
 
+    Source: models and outputs of transformers 4.56 and later.
+
     Example:
         >>> model = patch_lm_head(model)  # doctest: +SKIP
         >>> out = model(  # doctest: +SKIP
