@@ -17,7 +17,9 @@ H, V = 6, 11
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "head.md").read_text(), re.S)
     if "kept_mass" in block
 ]
-FIRST_SCREEN, ENGINE = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+FIRST_SCREEN, PATCHED, TRL, ENGINE = re.findall(
+    r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+)
 
 
 def test_the_ten_lines_of_the_readme():
@@ -39,6 +41,12 @@ def test_the_ten_lines_of_the_readme():
     # The gradient stays within the ids that were kept.
     touched = lm_head.weight.grad.abs().sum(1).nonzero().flatten().tolist()
     assert touched == [1, 2, 3, 4, 9]
+
+
+def test_the_trainers_of_the_readme_compile():
+    """What they do is tested with their packages."""
+    for code in (PATCHED, TRL):
+        compile(code.replace(", ...", ""), "README.md", "exec")
 
 
 def test_the_engine_of_the_readme():

@@ -210,7 +210,7 @@ def untouched(model):
 def test_the_lines_of_the_document():
     """The loss and its gradient are those of the model's own logits."""
     text = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text()
-    (lines,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    lines = re.findall(r"```python\n(.*?)```", text, re.S)[0]
     sequences = ROWS.input_ids
     kept = torch.stack([sequences.flatten(), (sequences.flatten() + 7) % V], 1)
     logprobs = torch.full((B, L), 0.5).log()
@@ -226,6 +226,11 @@ def test_the_lines_of_the_document():
     }
     peer = copy.deepcopy(names["model"])
     exec(lines, names)
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (brief,) = (c for c in re.findall(r"```python\n(.*?)```", text, re.S) if "patch_lm" in c)
+    found = names | {"model": copy.deepcopy(peer)}
+    exec(brief, found)
+    assert torch.equal(found["loss"].loss, names["loss"].loss)
     logits = peer(sequences).logits[:, :-1]
     over = logits.gather(-1, kept.reshape(B, L, 2)[:, 1:]).log_softmax(-1)
     inputs = LossInputs(
