@@ -8,7 +8,7 @@ The rooms, from the ground up; each imports from its own line and those above it
       engine_lists engines                engines list and answer, its rules, `Support`, aligned
       validation support alignment        rows
     loss/                               the losses, of tensors alone: weighting rows centering
-                                          sampler_kl metrics inputs losses
+                                          divergences metrics inputs losses
     logits vocab_parallel flat_rows     what a logit is; the vocabulary split over ranks; what a
                                           head is given, row by row
     reference gathered dense            the head without kernels: its definition, and on the CPU
@@ -26,8 +26,14 @@ from rl_loss.capture_stream import CaptureStream
 from rl_loss.csr import RowKind
 from rl_loss.lm_head import FusedLMHead, LMHeadOutput, fused_lm_head
 from rl_loss.loss.inputs import LossInputs, LossOutputs
-from rl_loss.loss.losses import icepop_loss, ipo_loss, reinforce_loss
-from rl_loss.loss.metrics import combine_metrics, global_token_count, reduce_metrics
+from rl_loss.loss.losses import icepop_loss, ipo_loss, policy_loss, reinforce_loss
+from rl_loss.loss.metrics import (
+    combine_metrics,
+    global_token_count,
+    metric_floats,
+    metric_sums,
+    reduce_metrics,
+)
 from rl_loss.one_pass import fused_lm_head_loss
 from rl_loss.support import Support
 
@@ -50,6 +56,9 @@ __all__ = [
     "global_token_count",
     "icepop_loss",
     "ipo_loss",
+    "metric_floats",
+    "metric_sums",
+    "policy_loss",
     "reduce_metrics",
     "reinforce_loss",
 ]

@@ -10,11 +10,11 @@ from torch import Tensor
 from rl_loss.flat_rows import HeadArguments
 from rl_loss.lm_head import fused_lm_head
 from rl_loss.loss.inputs import LossInputs, LossOutputs
-from rl_loss.loss.losses import icepop_loss, ipo_loss, reinforce_loss
+from rl_loss.loss.losses import icepop_loss, ipo_loss, policy_loss, reinforce_loss
 from rl_loss.support import Support
 from rl_loss.vocab_parallel import over_ranks_outside_graphs
 
-_LOSSES = (ipo_loss, icepop_loss, reinforce_loss)
+_LOSSES = (ipo_loss, icepop_loss, reinforce_loss, policy_loss)
 
 
 @over_ranks_outside_graphs
@@ -29,6 +29,7 @@ def fused_lm_head_loss(
     advantages: Tensor,
     active: Tensor | None = None,
     loss_weights: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
     softcap: float | None = None,
@@ -53,13 +54,14 @@ def fused_lm_head_loss(
     Args:
         hidden, weight, labels, support, active, temperature, bias, softcap, logit_scale, impl,
             logits_dtype, vocab_size, process_group, sequence_parallel: as `fused_lm_head`.
-        loss: `ipo_loss`, `icepop_loss` or `reinforce_loss`, or a `functools.partial` of one with
-            its options: losses that are sums over tokens.
+        loss: `ipo_loss`, `icepop_loss`, `reinforce_loss` or `policy_loss`, or a
+            `functools.partial` of one with its options: losses that are sums over tokens.
         inference_logprobs: `[...]` log q of the sampled token.
         advantages: `[...]`.
         loss_weights: `[...]` W. Dividing by the token count here instead of afterwards saves the
             gradients one rounding: they are rounded to their dtype before the upstream is known,
             and a second rounding can shift them all alike (bfloat16 by up to 0.2 %).
+        ref_logprobs: `[...]` log p of the sampled token under a reference.
         workspace_mib: MiB that a chunk of logits may take: fewer rows a chunk add the weight's
             gradient up more often.
 
@@ -83,8 +85,9 @@ def fused_lm_head_loss(
     rule = loss.func if isinstance(loss, partial) else loss
     if rule not in _LOSSES or (isinstance(loss, partial) and loss.args):
         raise ValueError(
-            "loss must be ipo_loss, icepop_loss or reinforce_loss, or a functools.partial of one "
-            f"with keyword options, got {loss!r}: any other takes the two steps"
+            "loss must be ipo_loss, icepop_loss, reinforce_loss or policy_loss, or a "
+            f"functools.partial of one with keyword options, got {loss!r}: any other takes the two "
+            "steps"
         )
     options: dict[str, Any] = {
         "temperature": temperature,
@@ -105,6 +108,7 @@ def fused_lm_head_loss(
         "inference_logprobs": inference_logprobs,
         "advantages": advantages,
         "loss_weights": loss_weights,
+        "ref_logprobs": ref_logprobs,
     }
     _check_per_token(per_token, given)
     if given.on_kernels:
@@ -119,7 +123,7 @@ def fused_lm_head_loss(
 def _check_per_token(values: dict[str, Any], given: HeadArguments) -> None:
     shape, device = given.labels.shape, given.hidden.device
     for name, value in values.items():
-        if value is None and name == "loss_weights":
+        if value is None and name in ("loss_weights", "ref_logprobs"):
             continue
         if not isinstance(value, Tensor) or value.shape != shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

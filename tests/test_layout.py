@@ -14,7 +14,7 @@ PACKAGE = Path(rl_loss.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Their arguments are options that a user sets one by one. Nothing else takes more than eight.
-WIDE = {"fused_lm_head", "fused_lm_head_loss", "icepop_loss", "ipo_loss"}
+WIDE = {"fused_lm_head", "fused_lm_head_loss", "icepop_loss", "ipo_loss", "policy_loss"}
 
 LOADED = """
 import sys

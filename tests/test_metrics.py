@@ -17,6 +17,8 @@ from rl_loss import (
     global_token_count,
     icepop_loss,
     ipo_loss,
+    metric_floats,
+    metric_sums,
     reduce_metrics,
 )
 
@@ -152,6 +154,24 @@ def test_parts_combine_by_their_counts():
     assert {name: float(value) for name, value in metrics.items()} == {"a": 4.0, "a_max": 4.0}
     assert {name: int(count) for name, count in counts.items()} == {"a": 4, "a_max": 4}
     assert rl_loss.metrics.combine_metrics is combine_metrics
+
+
+def test_floats_for_a_logger_and_sums_for_a_trainer_that_adds_up():
+    one, two = (run(loss)[0] for loss in (icepop_loss, ipo_loss))
+    assert metric_floats(one.metrics) == {name: float(x) for name, x in one.metrics.items()}
+    found = metric_floats(one.metric_counts)
+    assert found == {name: float(count) for name, count in one.metric_counts.items()}
+    assert all(type(value) is float for value in found.values())
+    parts = [metric_sums(out.metrics, out.metric_counts) for out in (one, two)]
+    wanted, rows = combine_metrics([(out.metrics, out.metric_counts) for out in (one, two)])
+    assert set(parts[0][0]) == {name for name in wanted if not name.endswith("_max")}
+    for name in parts[0][0]:
+        total, count = (sum(part[i][name] for part in parts) for i in (0, 1))
+        assert int(count) == int(rows[name])
+        mean = float(total / count.clamp(min=1))
+        assert mean == pytest.approx(float(wanted[name]), **NEAR)
+    assert metric_floats({}) == {}
+    assert metric_sums({}, {}) == ({}, {})
 
 
 def test_sampler_kl_is_over_the_tokens_it_acts_on():

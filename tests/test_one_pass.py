@@ -28,6 +28,7 @@ from rl_loss import (
     fused_lm_head_loss,
     icepop_loss,
     ipo_loss,
+    policy_loss,
     reinforce_loss,
 )
 
@@ -35,11 +36,20 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan", "rows_are_gathered")
 IMPL = "triton" if INTERPRETED or DEVICE == "cuda" else "auto"
 IMPLS = ["triton"] if IMPL == "triton" else ["auto", "reference"]
 on_the_kernels = pytest.mark.skipif(IMPL == "auto", reason="the kernels'")
+
+
+def clipped(log_p, log_q, advantages):
+    """A rule that looks at the advantage."""
+    ratio = (log_p - log_q).exp()
+    return torch.where(torch.where(advantages > 0, ratio > 1.2, ratio < 0.8), 0.0, ratio)
+
+
 LOSSES = [
     icepop_loss,
     partial(ipo_loss, eps=0.2, kl_tau=0.1),
     partial(reinforce_loss, kl_tau=0.3, kl="reverse"),
     partial(icepop_loss, score_centering=False, kl_tau=0.2, kl="squared", adv_tau=0.5),
+    partial(policy_loss, rule=clipped, ref_tau=0.2),
 ]
 
 
@@ -54,6 +64,7 @@ def make(kinds, n=10, v=23, dtype=torch.float64, **more):
         "inference_logprobs": -torch.randn(n, generator=g).abs(),
         "advantages": torch.randn(n, generator=g),
         "loss_weights": torch.randn(n, generator=g) * 0.3 + 1,
+        "ref_logprobs": -torch.randn(n, generator=g).abs(),
     }
     return batch, values
 

@@ -22,10 +22,11 @@ class Centering(NamedTuple):
     inexact: Tensor  # [N] bool: the tail's model may differ from the rule token by token
 
 
-def expected_score(rule: Rule, entries: SupportEntries) -> Centering:
+def expected_score(rule: Rule, entries: SupportEntries, advantages: Tensor) -> Centering:
     """`grad mu = sum_C sg(q w) grad log p + sg(q_tail w_tail) grad log p_tail`, 0 without entries.
 
-    On DRAWS rows of M draws `grad mu = mean of sg(w) grad log p` instead.
+    On DRAWS rows of M draws `grad mu = mean of sg(w) grad log p` instead. A rule that looks at
+    the advantage weighs every id with that of its row, `advantages [N]`.
     """
     log_p, log_q = entries.log_p, entries.log_q
     if entries.layout.size == 0:
@@ -33,8 +34,10 @@ def expected_score(rule: Rule, entries: SupportEntries) -> Centering:
     share = torch.where(
         entries.at(entries.drawn), entries.at(1 / entries.size.clamp(min=1)), log_q.exp()
     )
-    by_entry = torch.where(entries.valid, share * rule.weigh(log_p, log_q).weight, 0.0)
-    tail = entries.log_p_tail, entries.log_q_tail
+    at_entries = entries.at(advantages) if rule.by_advantage else advantages
+    weight = rule.weigh(log_p, log_q, at_entries).weight
+    by_entry = torch.where(entries.valid, share * weight, 0.0)
+    tail = entries.log_p_tail, entries.log_q_tail, advantages
     by_tail = torch.where(entries.has_tail, entries.q_tail * rule.tail(*tail).weight, 0.0)
     total = entries.sum(by_entry) + by_tail
     on_logits = torch.where(entries.valid, by_entry - log_p.exp() * entries.at(total), 0.0)

@@ -28,7 +28,7 @@ class LossInputs:
     advantages: Tensor  # [...]
     loss_mask: Tensor  # [...] bool
     loss_weights: Tensor | None = None  # [...] W, 1 by default
-    ref_logprobs: Tensor | None = None  # accepted, not read
+    ref_logprobs: Tensor | None = None  # [...] log p of a reference, normalised as the trainer's
     trainer_support_logprobs: Tensor | None = None  # [nnz] or [..., K]
     sampler_support_logprobs: Tensor | None = None  # [nnz] or [..., K]
     support_valid: Tensor | None = None  # [nnz] or [..., K] bool, all by default
@@ -47,6 +47,7 @@ class LossInputs:
         advantages: Tensor,
         loss_mask: Tensor | None = None,
         loss_weights: Tensor | None = None,
+        ref_logprobs: Tensor | None = None,
     ) -> "LossInputs":
         """The inputs of a loss from the output of `fused_lm_head`.
 
@@ -57,6 +58,8 @@ class LossInputs:
             advantages: `[...]`.
             loss_mask: `[...]` bool, the tokens of the loss; the head's `active` by default.
             loss_weights: `[...]`.
+            ref_logprobs: `[...]` log p of the sampled token under a reference, from a head that
+                was given the same support: `fused_lm_head(ref_hidden, ..., support).logprobs`.
 
         Raises:
             ValueError: a support of other rows than the head's; on the CPU also one of other ids,
@@ -86,6 +89,7 @@ class LossInputs:
             advantages=advantages,
             loss_mask=loss_mask,
             loss_weights=loss_weights,
+            ref_logprobs=ref_logprobs,
         )
         headed = getattr(output, "support", None)
         support = headed if support is None else support

@@ -1,4 +1,4 @@
-"""Policy-gradient losses on log-probabilities: ipo, icepop and reinforce."""
+"""Policy-gradient losses on log-probabilities: ipo, icepop, reinforce, and any other rule."""
 
 import math
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from torch.autograd.function import once_differentiable
 from rl_loss.arguments import require_number
 from rl_loss.csr import TOLERANCE
 from rl_loss.loss.centering import expected_score
+from rl_loss.loss.divergences import Direction, reference_kl, sampler_kl
 from rl_loss.loss.inputs import LossOutputs
 from rl_loss.loss.metrics import MetricTable, centering_metrics, token_metrics
 from rl_loss.loss.rows import Slopes, SupportEntries, read_entries, read_tokens, to_entries
-from rl_loss.loss.sampler_kl import Direction, sampler_kl
-from rl_loss.loss.weighting import IcePop, Ipo, Reinforce, Rule
+from rl_loss.loss.weighting import Custom, IcePop, Ipo, Reinforce, Rule, RuleFunction
 
 KLTokens = Literal["all", "kept"]
 
@@ -29,6 +29,7 @@ def ipo_loss(
     kl: Direction = "forward",
     kl_on: KLTokens = "all",
     kl_max_ratio: float = 10.0,
+    ref_tau: float = 0.0,
     eps: float = 0.3,
     max_importance_ratio: float = 1e4,
 ) -> LossOutputs:
@@ -51,7 +52,10 @@ def ipo_loss(
             is at most `kl_max_ratio - 1` forward, `kl_max_ratio * log(kl_max_ratio)` reverse.
             The bias: a forward estimate is low by at most p's mass on the ids beyond, a reverse
             one by at most what they add to the divergence. math.inf leaves `log r <= 20`.
-            "squared" is not bounded: its slope is `2 log r`.
+            "squared" is not bounded: its slope is `2 log r`. Bounds the reference KL alike.
+        ref_tau: the factor of the KL to a reference, `W * (e^x - 1 - x)`, `x = ref - log p` of
+            every loss token, whose `ref_logprobs` are then needed. On REPLAY rows both sides are
+            over the kept set: the head gives the reference's with the same support.
         eps: the largest difference of the probabilities p and q that keeps a token.
         max_importance_ratio: the cap of the ratio `r = p / q`.
 
@@ -80,7 +84,8 @@ def ipo_loss(
     if not max_importance_ratio > 0:
         raise ValueError(f"max_importance_ratio must be above 0, got {max_importance_ratio}")
     rule = Ipo(eps, max_importance_ratio)
-    return _loss(inputs, rule, _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio))
+    options = _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio, ref_tau)
+    return _loss(inputs, rule, options)
 
 
 def icepop_loss(
@@ -92,6 +97,7 @@ def icepop_loss(
     kl: Direction = "forward",
     kl_on: KLTokens = "all",
     kl_max_ratio: float = 10.0,
+    ref_tau: float = 0.0,
     ratio_low: float = 0.2,
     ratio_high: float = 5.0,
 ) -> LossOutputs:
@@ -100,7 +106,7 @@ def icepop_loss(
     Gradient, value, other arguments, errors: as `ipo_loss`.
 
     Args:
-        inputs, adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio: as `ipo_loss`.
+        inputs, adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio, ref_tau: as `ipo_loss`.
         ratio_low, ratio_high: the inclusive bounds of the ratio `r = p / q`.
 
     Source: IcePop, arXiv 2510.18855; score centering: arXiv 2609.20807.
@@ -122,7 +128,8 @@ def icepop_loss(
     if ratio_high == 0:
         raise ValueError("ratio_high must be above 0, got 0")
     rule = IcePop(ratio_low, ratio_high)
-    return _loss(inputs, rule, _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio))
+    options = _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio, ref_tau)
+    return _loss(inputs, rule, options)
 
 
 def reinforce_loss(
@@ -134,6 +141,7 @@ def reinforce_loss(
     kl: Direction = "forward",
     kl_on: KLTokens = "all",
     kl_max_ratio: float = 10.0,
+    ref_tau: float = 0.0,
 ) -> LossOutputs:
     """The loss without an importance weight, `w = 1`; its value is `-adv_tau * A * W * log p`.
 
@@ -149,9 +157,57 @@ def reinforce_loss(
         >>> float(out.loss)
         1.0
     """
-    return _loss(
-        inputs, Reinforce(), _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio)
-    )
+    options = _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio, ref_tau)
+    return _loss(inputs, Reinforce(), options)
+
+
+def policy_loss(
+    inputs: Any,
+    *,
+    rule: RuleFunction,
+    adv_tau: float = 1.0,
+    score_centering: bool = True,
+    kl_tau: float = 0.0,
+    kl: Direction = "forward",
+    kl_on: KLTokens = "all",
+    kl_max_ratio: float = 10.0,
+    ref_tau: float = 0.0,
+) -> LossOutputs:
+    """The loss of any rule of a token, `w(log p, log q, A)`: PPO's clip, CISPO, KPop, DPPO, yours.
+
+    Gradient, value, other arguments, errors: as `ipo_loss`, with `w` the rule's. The sampled
+    token and, with its row's advantage, every support entry go through the rule, which makes the
+    centering exact whatever the rule is. It is called without autograd, on flat tensors of any
+    length; places that no loss reads hold 0, and what it gives there is not read.
+
+    Args:
+        rule: from log p, log q and the advantage of each token, `[M]` each, its weight `[M]`: what
+            its `grad log p` is multiplied with, beside the advantage; 0 rejects it. Where q is
+            known for some ids alone, every id of the tail has the ratio of the tail's sums, and
+            the rule is asked about one of hardly any mass; `score_centering/tail_inexact` counts
+            the rows where one that held the whole tail would weigh otherwise.
+
+    Raises:
+        ValueError: a rule that is not callable, or gives no tensor of its arguments' shape.
+
+    Source: the clip of PPO, arXiv 1707.06347, in the example; docs/math.md has the others.
+
+    Example:
+        >>> from rl_loss import LossInputs
+        >>> def ppo_clip(log_p, log_q, advantages, low=0.2, high=0.28):
+        ...     ratio = (log_p - log_q).exp()
+        ...     clipped = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)
+        ...     return torch.where(clipped, 0.0, ratio)
+        >>> logp = torch.tensor([-1.0, -1.0, -1.5], requires_grad=True)
+        >>> logq, on = torch.tensor([-1.0, -2.0, -1.4]), torch.ones(3, dtype=torch.bool)
+        >>> out = policy_loss(LossInputs(logp, logq, torch.ones(3), on), rule=ppo_clip)
+        >>> out.metrics["is_masked"]
+        tensor(0.3333)
+    """
+    if not callable(rule):
+        raise ValueError(f"rule must be a function of tokens, got {type(rule).__name__}")
+    options = _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio, ref_tau)
+    return _loss(inputs, Custom(rule), options)
 
 
 @dataclass(frozen=True)
@@ -164,6 +220,7 @@ class LossOptions:
     kl: Direction
     kl_on: KLTokens
     kl_max_ratio: float
+    ref_tau: float
 
 
 def _options(
@@ -173,32 +230,38 @@ def _options(
     kl: Direction,
     kl_on: KLTokens,
     kl_max_ratio: float,
+    ref_tau: float,
 ) -> LossOptions:
     """The options of a loss, checked."""
     if kl not in ("forward", "reverse", "squared"):
         raise ValueError(f'kl must be "forward", "reverse" or "squared", got {kl!r}')
     if kl_on not in ("all", "kept"):
         raise ValueError(f'kl_on must be "all" or "kept", got {kl_on!r}')
-    adv_tau, kl_tau = require_number("adv_tau", adv_tau), require_number("kl_tau", kl_tau)
-    for name, factor in {"adv_tau": adv_tau, "kl_tau": kl_tau}.items():
-        if not math.isfinite(factor) or (name == "kl_tau" and factor < 0):
-            raise ValueError(
-                f"{name} must be finite{', at least 0' * (name == 'kl_tau')}, got {factor}"
-            )
+    factors = {"adv_tau": adv_tau, "kl_tau": kl_tau, "ref_tau": ref_tau}
+    for name, value in factors.items():
+        factor = factors[name] = require_number(name, value)
+        least = "" if name == "adv_tau" else ", at least 0"
+        if not math.isfinite(factor) or (least and factor < 0):
+            raise ValueError(f"{name} must be finite{least}, got {factor}")
     kl_max_ratio = require_number("kl_max_ratio", kl_max_ratio)
     if not kl_max_ratio >= 1:
         raise ValueError(f"kl_max_ratio must be at least 1, got {kl_max_ratio}")
-    return LossOptions(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio)
+    return LossOptions(
+        score_centering=score_centering, kl=kl, kl_on=kl_on, kl_max_ratio=kl_max_ratio, **factors
+    )
 
 
 def _loss(inputs: Any, rule: Rule, options: LossOptions) -> LossOutputs:
     with torch.no_grad():
         tokens = read_tokens(inputs)
+        if options.ref_tau > 0 and tokens.ref is None:
+            raise ValueError(f"ref_logprobs must be given with ref_tau {options.ref_tau}, got None")
         entries = read_entries(inputs, tokens)
         table = MetricTable()
-        weight, kept = rule.weigh(tokens.log_p, tokens.log_q)
+        weight, kept = rule.weigh(tokens.log_p, tokens.log_q, tokens.advantages)
+        weight = torch.where(tokens.mask, weight, 0.0)  # a rule may give anything elsewhere
         token_metrics(table, tokens, kept)
-        centering = expected_score(rule, entries)
+        centering = expected_score(rule, entries, tokens.advantages)
         centering_metrics(table, tokens, entries, centering)
         scale = -options.adv_tau * tokens.advantages * tokens.weights
         value = scale * (tokens.log_p if isinstance(rule, Reinforce) else weight)
@@ -220,9 +283,18 @@ def _loss(inputs: Any, rule: Rule, options: LossOptions) -> LossOutputs:
                 _plus(slopes.by_tail, kl.slopes.by_tail, shares),
             )
         table.mean("sampler_kl", divergence, acts & (options.kl_tau != 0))
+        bad = entries.bad | ~(tokens.log_p.isfinite() & tokens.log_q.isfinite())
+        from_ref, has_ref = torch.zeros_like(tokens.log_q), tokens.ref is not None
+        if tokens.ref is not None:
+            from_ref, slope = reference_kl(tokens, tokens.ref, options.kl_max_ratio)
+            if options.ref_tau != 0:
+                shares = options.ref_tau * tokens.weights
+                value = value + shares * from_ref
+                slopes = slopes._replace(by_token=slopes.by_token + shares * slope)
+                bad |= ~tokens.ref.isfinite()
+        table.mean("ref_kl", from_ref, tokens.mask & has_ref)
         metrics, counts = table.reduce()
         # What is bad is NaN in value and in gradient.
-        bad = entries.bad | ~(tokens.log_p.isfinite() & tokens.log_q.isfinite())
         bad |= tokens.log_q > TOLERANCE  # a probability above 1, or none: -log q, say
         value = torch.where(bad, torch.nan, value)
         slopes = _nan_where(bad, _by_known_ids(slopes, entries), entries)

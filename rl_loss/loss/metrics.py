@@ -111,6 +111,39 @@ def combine_metrics(parts: Iterable[tuple[Metrics, Metrics]]) -> tuple[Metrics, 
     return metrics, dict(zip(names, total.unbind(), strict=True))
 
 
+def metric_floats(metrics: Metrics) -> dict[str, float]:
+    """The metrics as Python numbers, for a logger: one device-to-host sync for all of them.
+
+    Example:
+        >>> metric_floats({"a": torch.tensor(1.5), "b": torch.tensor(2)})
+        {'a': 1.5, 'b': 2.0}
+    """
+    values = torch.stack(list(metrics.values())).tolist() if metrics else []
+    return {name: float(value) for name, value in zip(metrics, values, strict=True)}
+
+
+def metric_sums(metrics: Metrics, counts: Metrics) -> tuple[Metrics, Metrics]:
+    """Sums and counts of the means, for trainers that add up over micro-batches and ranks.
+
+    Added up, `sum / max(1, count)` is the mean of all rows. Maxima (`..._max`), which no sum
+    gives, are left out.
+
+    Args:
+        metrics, counts: of `LossOutputs`, or as `combine_metrics` gives them.
+
+    Example:
+        >>> sums, counts = metric_sums({"a": torch.tensor(2.0)}, {"a": torch.tensor(3)})
+        >>> float(sums["a"]), int(counts["a"])
+        (6.0, 3)
+    """
+    names = [name for name in metrics if not name.endswith("_max")]
+    if not names:
+        return {}, {}
+    rows = torch.stack([counts[name] for name in names])
+    sums = torch.stack([metrics[name] for name in names]) * rows
+    return dict(zip(names, sums.unbind(), strict=True)), {name: counts[name] for name in names}
+
+
 # --- over ranks ---
 
 

@@ -23,6 +23,7 @@ class Tokens:
     log_q: Tensor  # [N]
     advantages: Tensor  # [N]
     weights: Tensor  # [N] W
+    ref: Tensor | None  # [N] log-probabilities of a reference
 
     @property
     def log_ratio(self) -> Tensor:
@@ -107,7 +108,9 @@ def read_tokens(inputs: Any) -> Tokens:
     for name in ("trainer_logprobs", "inference_logprobs"):
         if not getattr(inputs, name).is_floating_point():
             raise ValueError(f"{name} must be floating point, got {getattr(inputs, name).dtype}")
-    refuse_half("inference_logprobs", inputs.inference_logprobs)
+    for name in ("inference_logprobs", "ref_logprobs"):
+        if getattr(inputs, name, None) is not None:
+            refuse_half(name, require_tensor(name, getattr(inputs, name)))
     mask = inputs.loss_mask
     if mask.dtype != torch.bool:
         raise ValueError(f"loss_mask must be bool, got {mask.dtype}")
@@ -121,7 +124,7 @@ def read_tokens(inputs: Any) -> Tokens:
             )
         return torch.where(mask, value.detach().to(dtype), 0.0).reshape(-1)
 
-    weights = getattr(inputs, "loss_weights", None)
+    weights, ref = (getattr(inputs, name, None) for name in ("loss_weights", "ref_logprobs"))
     weights = torch.ones_like(mask, dtype=dtype) if weights is None else weights
     return Tokens(
         mask=mask.reshape(-1),
@@ -129,6 +132,7 @@ def read_tokens(inputs: Any) -> Tokens:
         log_q=read("inference_logprobs", inputs.inference_logprobs),
         advantages=read("advantages", inputs.advantages),
         weights=read("loss_weights", weights),
+        ref=None if ref is None else read("ref_logprobs", ref),
     )
 
 

@@ -1,4 +1,4 @@
-"""The KL divergence between trainer and sampler, with its gradient through the trainer."""
+"""The trainer's KL divergences to the sampler and to a reference, with their gradients."""
 
 import math
 from typing import Literal, NamedTuple
@@ -54,6 +54,18 @@ def sampler_kl(
             by_tail=torch.where(modelled, tail_slope, 0.0),
         ),
     )
+
+
+def reference_kl(tokens: Tokens, ref: Tensor, max_ratio: float) -> tuple[Tensor, Tensor]:
+    """The estimate `e^x - 1 - x`, `x = ref - log p`, from the sampled token of each row, and its
+    derivative by log p; bounded at `max_ratio` as the estimates of the sampler KL.
+
+    Source: the k3 estimator of J. Schulman, "Approximating KL divergence", 2020; GRPO, arXiv
+    2402.03300.
+    """
+    x = torch.where(tokens.mask, ref - tokens.log_p, 0.0)
+    value, slope = _estimate("forward", x, min(math.log(max_ratio), LOG_RATIO_MAX))
+    return value, -slope
 
 
 def _exact(direction: Direction, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
