@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig
+from trl.trainer import grpo_trainer as grpo_trainer
 
 from rl_loss import RowKind
 from rl_loss.integrations.trl import ReplayGRPOTrainer
@@ -36,9 +37,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def tiny_model(config: Any = Qwen3Config, kind: Any = Qwen3ForCausalLM, **options: Any) -> Any:
+ENDS = [EOS, *range(20, 40)]  # that completions may be of all lengths
+
+
+def tiny_model(
+    config: Any = Qwen3Config, kind: Any = Qwen3ForCausalLM, *, ends: Any = ENDS, **options: Any
+) -> Any:
     torch.manual_seed(0)
-    return kind(config(**(TINY_MODEL | {"initializer_range": 0.2} | options)))
+    model = kind(config(**(TINY_MODEL | {"initializer_range": 0.2} | options)))
+    model.generation_config.eos_token_id = ends
+    return model
 
 
 def reward(completions: list, **_: Any) -> list[float]:
@@ -46,8 +54,9 @@ def reward(completions: list, **_: Any) -> list[float]:
     return [float(sum(map(ord, str(text))) % 7) for text in completions]
 
 
-def prompts(n: int = 4) -> Dataset:
-    return Dataset.from_dict({"prompt": [" ".join(["w5"] * (i % 3 + 1) + [f"w{i + 6}"]) for i in range(n)]})
+def prompts(n: int = 16) -> Dataset:
+    """Of one to three words."""
+    return Dataset.from_dict({"prompt": [" ".join(["w5"] * (i % 3) + [f"w{i + 6}"]) for i in range(n)]})
 
 
 @dataclass
@@ -78,8 +87,16 @@ class Watch(TrainerCallback):
 class WatchedTrainer(ReplayGRPOTrainer):
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
-        seen = {**inputs, "loss": loss.detach(), "training": self.model.training}
-        self.watch.micro.append(seen)
+        self.watch.micro.append(
+            {
+                **inputs,
+                "loss": loss.detach(),
+                "training": self.model.training,
+                "checkpointing": any(
+                    getattr(module, "gradient_checkpointing", False) for module in model.modules()
+                ),
+            }
+        )
         return loss
 
 

@@ -113,7 +113,9 @@ class ReplayMixin(_Trainer):
         generated = super()._generate(prompts)
         _, completion_ids, tool_mask, _, logprobs, extra_fields, *_ = generated
         supports = extra_fields.pop("supports", None)  # of a rollout_func
-        self._supports = [support_of(one) for one in logprobs] if supports is None else supports
+        if supports is None:
+            supports = [support_of(one) for one in logprobs or completion_ids]
+        self._supports = list(supports)
         self._check(self._supports, completion_ids, tool_mask, logprobs)
         return generated
 
@@ -131,7 +133,11 @@ class ReplayMixin(_Trainer):
                 f"supports: sampled token {first_row(unknown)} of the batch has no evidence. A "
                 "rollout_func returns 'supports', or log-probabilities as the trainer gave them"
             )
-        log_q = torch.tensor([math.nan if q is None else q for q in chain(*logprobs)])
+        log_q = None
+        if logprobs is not None:
+            log_q = torch.tensor([math.nan if q is None else q for q in chain(*logprobs)])
+        elif self._loss is not None:
+            raise ValueError("rollout_func must return 'logprobs' for a loss of ours, got None")
         vocab_size = self.model.config.get_text_config().vocab_size
         rows.validate(labels, vocab_size, active.bool(), log_q)
 
