@@ -3,12 +3,13 @@
 import copy
 import importlib.util
 import math
+import importlib.util
 from functools import partial
 
 import pytest
 import torch
 
-from rl_loss import RowKind
+from rl_loss import RowKind, ipo_loss, policy_loss
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
@@ -29,7 +30,9 @@ from trl_runs import (
     trls_loss,
 )
 
+from rl_loss.integrations.huggingface import SupportRecorder
 from rl_loss.integrations.sampled_logprobs import support_of
+from rl_loss.integrations.trl import ReplayMixin
 
 FLOOR = 16 * torch.finfo(torch.float32).eps  # of a gradient's largest, beside twice torch's own
 
@@ -509,3 +512,175 @@ def test_a_rollout_func_without_evidence_is_refused(tmp_path):
         run = trainer(tmp_path, rollout_func=function, loss="ipo" if function is alone else None)
         with pytest.raises(ValueError, match=match):
             run.train()
+
+
+# --- losses ---
+
+
+def test_a_loss_is_one_of_ours_or_a_partial_of_one(tmp_path):
+    def clip(log_p, log_q, advantages):
+        ratio = (log_p - log_q).exp()
+        return torch.where((advantages > 0) & (ratio > 1.2), 0.0, ratio)
+
+    grads = {}
+    losses = {
+        "name": "ipo",
+        "function": ipo_loss,
+        "partial": partial(ipo_loss, eps=1.0, max_importance_ratio=1e4),
+        "other options": partial(ipo_loss, eps=0.0, score_centering=False),
+        "any rule": partial(policy_loss, rule=clip, score_centering=False),
+    }
+    for name, loss in losses.items():
+        run = trainer(tmp_path, loss=loss, num_iterations=2, max_steps=2, learning_rate=0.1)
+        run.train()
+        grads[name] = run.watch.steps[1].grads["model.embed_tokens.weight"]
+    assert torch.equal(grads["name"], grads["function"])
+    assert not torch.equal(grads["name"], grads["other options"])
+    assert grads["any rule"].abs().sum() > 0
+    for loss in ("ppo", trl.GRPOTrainer, partial(ipo_loss, 3), 1.0, partial(max)):
+        with pytest.raises(ValueError, match="loss must be None"):
+            trainer(tmp_path, loss=loss)
+    with pytest.raises(ValueError, match=r"args\.beta"):
+        trainer(tmp_path, loss=partial(ipo_loss, ref_tau=0.1))
+
+
+def test_metrics_are_those_of_all_tokens_since_the_last_log(tmp_path):
+    options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "max_steps": 4}
+    run = trainer(
+        tmp_path, loss="icepop", num_iterations=2, logging_steps=2, learning_rate=0.1, **options
+    )
+    run.train()
+    for log, steps in zip(run.state.log_history, (slice(0, 2), slice(2, 4)), strict=False):
+        ratios, widths, entropies = [], [], []
+        for step in run.watch.steps[steps]:
+            model = tiny_model()
+            model.load_state_dict(step.weights)
+            for inputs in step.micro:
+                with torch.no_grad():
+                    kept = kept_logprobs(model, inputs)
+                log_ratio = kept.token - inputs["sampling_per_token_logps"]
+                ratios.append(log_ratio[kept.mask].exp())
+                p = kept.all.exp()
+                entropies.append(-(p * kept.all.clamp(min=-1e9)).sum(-1)[kept.mask])
+                widths.append(kept.all.isfinite().sum(-1)[kept.mask].float())
+        ratios, widths, entropies = map(torch.cat, (ratios, widths, entropies))
+        close = partial(pytest.approx, rel=1e-4)
+        assert log["importance_ratio_mean"] == close(float(ratios.mean()))
+        assert log["importance_ratio_max"] == close(float(ratios.max()))
+        assert log["importance_ratio_max"] > 1.01
+        assert log["score_centering/support_size"] == close(float(widths.mean()))
+        assert log["entropy"] == close(float(entropies.mean()))
+        assert log["reward"] is not None  # TRL's own are there beside them
+
+
+def test_a_sampler_that_keeps_all_is_centered_with_the_top_of_it(tmp_path):
+    recorder = SupportRecorder(RowKind.HEAD, top=5)
+    run = trainer(tmp_path, loss="reinforce", recorder=recorder, top_k=0, seed=1)
+    run.train()
+    [step] = run.watch.steps
+    [inputs] = step.micro
+    kinds = torch.cat([one.kind for one in inputs["supports"]])
+    assert (kinds == RowKind.HEAD).all()
+    model = tiny_model()
+    model.load_state_dict(step.weights)
+    kept = kept_logprobs(model, inputs)  # over the vocabulary
+    torch.testing.assert_close(kept.token, inputs["sampling_per_token_logps"], atol=1e-4, rtol=0)
+    # On policy the sampler-expected score, its tail modelled, is nothing.
+    loss = -(inputs["advantages"][:, None] * kept.token * kept.mask).sum() / sampled_tokens(inputs)
+    loss.backward()
+    for name, p in model.named_parameters():
+        assert relative(step.grads[name], p.grad) < 1e-4, name
+    assert run.state.log_history[0]["score_centering/uncentered"] == 0
+
+
+# --- what is refused ---
+
+BATCHES = "use_transformers_continuous_batching"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({BATCHES: True}, BATCHES),
+        ({"top_k": 0}, "nothing to replay"),
+        ({"top_k": 0, "recorder": SupportRecorder()}, "nothing to replay"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "temperature"),
+        ({"use_vllm": True, "top_k": 0, "top_p": 0.9}, "top_k must be above 0"),
+        ({"use_vllm": True, "recorder": SupportRecorder()}, "recorder must be None"),
+        *(
+            ({"loss": "ipo", name: value}, name)
+            for name, value in {
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence",
+                "epsilon": 0.1,
+                "epsilon_high": 0.28,
+                "delta": 2.0,
+                "use_bias_correction_kl": False,
+                "off_policy_mask_threshold": 0.5,
+                "top_entropy_quantile": 0.5,
+                "entropy_coef": 0.01,
+                "use_adaptive_entropy": True,
+            }.items()
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_at_construction(tmp_path, options, match):
+    with pytest.raises(ValueError, match=match):
+        trainer(tmp_path, **options)
+
+
+def test_a_sampler_is_told_by_whatever_truncates_it(tmp_path):
+    trainer(tmp_path, top_k=0, generation_kwargs={"top_p": 0.9})
+    trainer(tmp_path, top_k=0, min_p=0.1)
+    with pytest.raises(ValueError, match="nothing to replay"):
+        trainer(tmp_path, generation_kwargs={"top_k": 0})
+    with pytest.raises(ValueError, match="nothing to replay"):
+        trl_runs.ReplayGRPOTrainer(tiny_model(), trl_runs.reward)  # GRPOConfig's defaults
+
+
+def test_lora_on_the_head_is_refused(tmp_path):
+    config = LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="lm_head"):
+        trainer(tmp_path, peft_config=config)
+
+
+@pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0"])
+def test_another_trl_is_refused(monkeypatch, version):
+    import rl_loss.integrations.trl as module
+
+    monkeypatch.setattr(trl, "__version__", version)
+    spec = importlib.util.spec_from_file_location("other", module.__file__)
+    with pytest.raises(ImportError, match=rf"TRL 1\.16, got {version}"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# --- what stays as it was ---
+
+
+def test_a_trained_model_generates_and_is_saved_as_ever(tmp_path):
+    run = trainer(tmp_path / "run", loss="ipo", save_strategy="steps", save_steps=1)
+    run.train()
+    saved = Qwen3ForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-1")
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(run.model(ids).logits, saved(ids).logits)
+    options = {"do_sample": False, "max_new_tokens": 4}
+    assert torch.equal(run.model.generate(ids, **options), saved.generate(ids, **options))
+    again = trainer(tmp_path / "run", saved, loss="ipo", max_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    [step] = again.watch.steps
+    assert_plain(step, tiny_model, "ipo")
+
+
+def test_any_grpo_trainer_takes_the_core(tmp_path):
+    class Louder(trl.GRPOTrainer):
+        def _calculate_rewards(self, *args, **kwargs):
+            return 2 * super()._calculate_rewards(*args, **kwargs)
+
+    class Both(ReplayMixin, Louder):
+        pass
+
+    run = trainer(tmp_path, kind=Both, loss="ipo")
+    run.train()
+    assert run.state.log_history[0]["importance_ratio_mean"] == pytest.approx(1, abs=1e-5)

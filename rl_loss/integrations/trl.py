@@ -273,13 +273,15 @@ class _Replayed:
 def _our_loss(loss: Any, config: Any) -> Callable[..., LossOutputs]:
     """The loss that is meant, with the weight of the reference."""
     chosen = _LOSSES.get(loss, loss) if isinstance(loss, str) else loss
-    whole = chosen if isinstance(chosen, partial) else partial(chosen)
-    if whole.func not in (*_LOSSES.values(), policy_loss) or whole.args:
+    function, given, options = chosen, (), {}
+    if isinstance(chosen, partial):
+        function, given, options = chosen.func, chosen.args, chosen.keywords
+    if function not in (*_LOSSES.values(), policy_loss) or given:
         raise ValueError(
             'loss must be None, "ipo", "icepop", "reinforce", or a functools.partial of one of our '
             f"losses with keyword options, got {loss!r}"
         )
-    if "ref_tau" in whole.keywords:
+    if "ref_tau" in options:
         raise ValueError("ref_tau must be given as args.beta, for which TRL makes the reference")
     for name in _OF_TRLS_LOSS:
         value, default = getattr(config, name), getattr(trl.GRPOConfig, name)
@@ -288,7 +290,7 @@ def _our_loss(loss: Any, config: Any) -> Callable[..., LossOutputs]:
                 f"args.{name} must be {default!r} with a loss of ours, which does not read it, got "
                 f"{value!r}"
             )
-    return partial(whole, ref_tau=config.beta)
+    return partial(function, **options, ref_tau=config.beta)
 
 
 def _check_sampling(config: Any, recorder: SupportRecorder | None) -> None:

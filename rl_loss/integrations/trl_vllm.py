@@ -31,8 +31,9 @@ class ReplayVLLMGeneration(VLLMGeneration):
     `--logprobs-mode processed_logprobs`.
 
     Raises:
-        ValueError: a vLLM without sampling masks; when it generates, an answer without one, or
-            with a sampled token whose log-probability is not known.
+        ValueError: a vLLM without sampling masks, a server that was started without these options;
+            when it generates, an answer without a mask, or with a sampled token whose
+            log-probability is not known.
     """
 
     def _init_vllm(self) -> None:
@@ -46,6 +47,8 @@ class ReplayVLLMGeneration(VLLMGeneration):
         else:
             with replaced(vllm_generation, "VLLMClient", ReplayVLLMClient):
                 super()._init_vllm()
+            if self.accelerator.is_main_process:
+                _check_server(self.vllm_client.get_server_info()["model_config"])
 
 
 class ReplayVLLMClient(VLLMClient):
@@ -67,6 +70,16 @@ class ReplayVLLMClient(VLLMClient):
                     ]
                 }
         return answer
+
+
+def _check_server(config: dict[str, Any]) -> None:
+    asked = {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
+    for name, value in asked.items():
+        if config.get(name, value) != value:
+            raise ValueError(
+                "vllm serve must be started with --return-sampling-mask and --logprobs-mode "
+                f"processed_logprobs, got a server whose {name} is {config[name]!r}"
+            )
 
 
 def _generate(generate: Any, *args: Any, **kwargs: Any) -> Any:
