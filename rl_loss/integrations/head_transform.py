@@ -145,7 +145,8 @@ class _Read(NamedTuple):
 
     hidden: Tensor  # [1, T, H]
     logits: Tensor  # [1, T, V] float64
-    rounding: float  # by how much the model's may differ
+    rounding: float  # by how much the products in the dtype of the head do
+    dtype: torch.dtype  # of those products
 
 
 def _compare(model: Any, head: Any, tokens: Tensor, transform: LogitTransform) -> _Read:
@@ -158,17 +159,19 @@ def _compare(model: Any, head: Any, tokens: Tensor, transform: LogitTransform) -
         raw = torch.cat([hidden.double() @ part.double().T for part in parts], -1)
         logits = transform(raw, bias, raw.new_ones(()))
         # The model rounds its products as this one is rounded (to bfloat16 under autocast, to
-        # fewer bits where float32 products may be), each of five steps after it to their dtype.
+        # fewer bits where float32 products may be).
         product = functional.linear(hidden.to(weight.dtype), weight)
-        rounding = 2 * abs(transform.scale) * float((product - raw).abs().max())
-        rounding += 4 * torch.finfo(product.dtype).eps * float(logits.abs().max())
-        read.append(_Read(hidden, logits, rounding))
+        read.append(_Read(hidden, logits, float((product - raw).abs().max()), product.dtype))
 
     with _hooked(head.register_forward_pre_hook(look)):
-        expected = _logits(model, tokens).double()
+        expected = _logits(model, tokens)
     _require_one_call(model, len(read))
-    worst = _distance(read[0].logits, expected)
-    if not worst <= read[0].rounding:
+    _, logits, rounding, dtype = read[0]
+    # Each of five steps after the product rounds to the dtype of products, or of logits.
+    eps = max(torch.finfo(dtype).eps, torch.finfo(expected.dtype).eps)
+    allowed = 2 * abs(transform.scale) * rounding + 4 * eps * float(logits.abs().max())
+    worst = _distance(logits, expected)
+    if not worst <= allowed:
         raise _unknown(model, f"by {worst:.3g} from {_words(transform)}")
     return read[0]
 

@@ -1,13 +1,14 @@
 """A Hugging Face model whose forward gives log-probabilities instead of logits."""
 
 import inspect
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass, make_dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, is_dataclass, make_dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rl_loss.integrations.head_transform import measure, running_head, without_peft
@@ -106,18 +107,22 @@ _HEAD_OPTIONS = inspect.signature(fused_lm_head).parameters.keys() - (
 
 
 class _PatchedForward:
-    """The forward of a patched model: an attribute of the model, which is copied and pickled
-    with it, and through which DDP, FSDP2, PEFT and accelerate all call."""
+    """The forward of a patched model: an attribute of it, copied and pickled with it, through
+    which DDP, FSDP2, PEFT and accelerate all call."""
 
     def __init__(self, model: Any, softcap: float | None, logit_scale: float) -> None:
         self.model = model
         self.before = vars(model).get("forward")  # of another wrapper; None: the class's
         self.transform = {"softcap": softcap, "logit_scale": logit_scale}
+        self.stand_in = _StandIn()
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The model's own, which `generate` and trainers look at."""
-        return inspect.signature(self.before or type(self.model).forward.__get__(self.model))
+        return inspect.signature(self._own(self.model))
+
+    def _own(self, model: Any) -> Any:
+        return self.before or type(model).forward.__get__(model)  # FSDP2 changes the class
 
     def __call__(
         self,
@@ -133,98 +138,124 @@ class _PatchedForward:
         model = self.model
         if args and isinstance(args[0], nn.Module):  # accelerate has bound it once more
             model, args = args[0], args[1:]
-        forward = self.before or type(model).forward.__get__(model)  # FSDP2 changes the class
+        forward = self._own(model)
         options = {"temperature": temperature, "active": active, "entropy": entropy}
         if aligned_labels is None:
-            given = {"support": support, **options, "head_options": head_options}
-            if isinstance(temperature, float) and temperature == 1.0:
-                del given["temperature"]
-            for name, value in given.items():
-                if value is not None:
-                    raise ValueError(f"{name} needs aligned_labels, which are None")
+            _refuse_without_labels({"support": support, **options, "head_options": head_options})
             return forward(*args, **kwargs)
-        own = dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
-        if own.get("labels") is not None:
-            raise ValueError(
-                "labels and aligned_labels must not both be given: the model shifts its labels "
-                "itself and takes its loss from logits, of which there are none here"
-            )
-        if own.get("return_dict") is False:
-            raise ValueError("return_dict must be True with aligned_labels, got False")
-        unknown = (head_options or {}).keys() - _HEAD_OPTIONS
-        if unknown:
-            known = sorted(_HEAD_OPTIONS)
-            raise ValueError(f"head_options may hold {known}, got {sorted(unknown)}")
-        options |= self.transform | (head_options or {})
-        call = _HeadCall(aligned_labels, support, options)
-        with call.of(running_head(model)):
+        named = zip(inspect.signature(forward).parameters, args, strict=False)
+        _check_with_labels(dict(named) | kwargs, head_options or {})
+        call = _Call(aligned_labels, support, options | self.transform | (head_options or {}))
+        with self.stand_in.during(call, running_head(model)):
             output = forward(*args, **kwargs)
-        return _with_head(output, call)
+        return _with_head(output, call.output)
 
 
-class _HeadCall:
-    """Stands in for one call of a head, inside a call of its model.
+def _refuse_without_labels(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        default = 1.0 if name == "temperature" else None
+        if isinstance(value, Tensor) or value != default:
+            raise ValueError(f"{name} needs aligned_labels, which are None")
 
-    Hooks see hidden states and weight where a wrapper of the head (FSDP2) has made them whole.
-    The head itself runs on no rows. Its wrapper is given our output, for whose gradients it
-    will make the weight whole again, and the model, behind all wrappers, logits of no ids.
+
+def _check_with_labels(given: dict[str, Any], head_options: dict[str, Any]) -> None:
+    if given.get("labels") is not None:
+        raise ValueError(
+            "labels and aligned_labels must not both be given: the model shifts its labels itself "
+            "and takes its loss from logits, of which there are none here"
+        )
+    if given.get("return_dict") is False:
+        raise ValueError("return_dict must be True with aligned_labels, got False")
+    unknown = head_options.keys() - _HEAD_OPTIONS
+    if unknown:
+        raise ValueError(
+            f"head_options may hold {sorted(_HEAD_OPTIONS)}, got {sorted(unknown, key=str)}"
+        )
+
+
+@dataclass
+class _Call:
+    """What one call of a model asks of its head, and gets."""
+
+    labels: Any
+    support: Support | None
+    options: dict[str, Any]
+    output: LMHeadOutput | None = None
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("call", default=None)  # that this thread is in
+
+
+class _StandIn:
+    """What a head runs instead of its own forward during calls with aligned labels.
+
+    It runs inside whatever wraps the head: FSDP2 has made the weight whole for it, and finds in
+    its output the tensors before whose gradients it has to do so again. Behind all wrappers the
+    model is given logits of no ids. Calls may overlap, one within another or of several threads;
+    when none runs, the head is as it was.
     """
 
-    def __init__(self, labels: Any, support: Support | None, options: dict[str, Any]) -> None:
-        self.labels, self.support, self.options = labels, support, options
-        self.output: LMHeadOutput | None = None
-        self._thread = threading.get_ident()  # another one may run the model meanwhile
+    def __init__(self) -> None:
+        self.calls = 0
+        # `torch.compile` looks at a forward for its identity, and at hooks not at all: its graphs
+        # end before this one, in calls without labels they go through the head's own.
+        self.outside_graphs = torch.compiler.disable(self.forward)
+
+    def __reduce__(self) -> Any:
+        return _StandIn, ()  # of a model that is copied or pickled
 
     @contextmanager
-    def of(self, head: nn.Module) -> Iterator[None]:
-        hooks = [
-            head.register_forward_pre_hook(self._compute),
-            head.register_forward_hook(self._give, prepend=True),
-            head.register_forward_hook(self._hide),
-        ]
+    def during(self, call: _Call, head: Any) -> Iterator[None]:
+        if not self.calls:
+            self.head, self.own = head, vars(head).get("forward")
+            self.hook = head.register_forward_hook(torch.compiler.disable(self.hide))  # the last
+            head.forward = self.outside_graphs
+        self.calls += 1
+        before = _CALL.set(call)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            _CALL.reset(before)
+            self.calls -= 1
+            if not self.calls:
+                self.hook.remove()
+                del self.head.forward
+                if self.own is not None:
+                    self.head.forward = self.own
 
-    def _compute(self, head: Any, args: tuple[Any, ...]) -> Any:
-        if threading.get_ident() != self._thread:
-            return None
-        hidden, shape = args[0], getattr(self.labels, "shape", None)
+    def forward(self, hidden: Tensor) -> Any:
+        call, head = _CALL.get(), self.head
+        if call is None:  # of another thread, without labels
+            return (self.own or type(head).forward.__get__(head))(hidden)
+        shape = getattr(call.labels, "shape", None)
         if shape != hidden.shape[:-1]:
             raise ValueError(
                 f"aligned_labels must be {tuple(hidden.shape[:-1])}, as the hidden states that the "
-                f"head reads, got {type(self.labels).__name__ if shape is None else tuple(shape)}"
+                f"head reads, got {type(call.labels).__name__ if shape is None else tuple(shape)}"
             )
-        if self.output is not None:
+        if call.output is not None:
             raise ValueError("model must call its head once a forward, not twice")
-        bias = getattr(head, "bias", None)
-        self.output = fused_lm_head(
-            hidden, head.weight, self.labels, self.support, bias=bias, **self.options
-        )
-        return (hidden.detach().flatten(0, -2)[:0],)
+        given = hidden, head.weight, call.labels, call.support
+        return fused_lm_head(*given, bias=getattr(head, "bias", None), **call.options)
 
-    def _give(self, head: Any, args: Any, output: Any) -> Any:
-        return self.output if threading.get_ident() == self._thread else None
-
-    def _hide(self, head: Any, args: tuple[Any, ...], output: Any) -> Any:
-        if threading.get_ident() != self._thread:
+    def hide(self, head: Any, args: tuple[Any, ...], output: Any) -> Any:
+        call = _CALL.get()
+        if call is None:
             return None
-        self.output = output
-        return args[0].new_empty(*self.labels.shape, 0)
+        call.output = output
+        return args[0].new_empty(*call.labels.shape, 0)
 
 
-def _with_head(output: Any, call: _HeadCall) -> Any:
+def _with_head(output: Any, head: LMHeadOutput | None) -> Any:
     """The model's output without logits, the head's beside the rest."""
     if not (isinstance(output, dict) and is_dataclass(output)):
         raise ValueError(
             f"model must return an output object (return_dict), got {type(output).__name__}"
         )
-    if call.output is None:
+    if head is None:
         raise ValueError("model must call its head once a forward, not at all")
     rest = {name: value for name, value in output.items() if name != "logits"}
-    return _class_with_head(type(output))(**rest, head=call.output)
+    return _class_with_head(type(output))(**rest, head=head)
 
 
 @cache
