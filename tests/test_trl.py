@@ -1,8 +1,5 @@
 """ReplayGRPOTrainer against the real TRL: what it records, replays, and makes gradients of."""
 
-import copy
-import importlib.util
-import math
 import importlib.util
 from functools import partial
 
@@ -14,6 +11,7 @@ from rl_loss import RowKind, ipo_loss, policy_loss
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
+import peft
 import transformers
 import trl
 import trl_runs
@@ -21,7 +19,6 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl_runs import (
-    V,
     kept_logprobs,
     our_loss,
     prompts,
@@ -30,6 +27,7 @@ from trl_runs import (
     trls_loss,
 )
 
+from rl_loss.integrations import trl_config
 from rl_loss.integrations.huggingface import SupportRecorder
 from rl_loss.integrations.sampled_logprobs import support_of
 from rl_loss.integrations.trl import ReplayMixin
@@ -132,7 +130,11 @@ def test_each_step_of_a_generation_has_an_even_share_of_its_tokens(tmp_path, los
 # --- the reference ---
 
 LORA = LoraConfig(
-    r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    r=4,
+    lora_alpha=8,
+    target_modules=["q_proj", "v_proj"],
+    init_lora_weights=False,
+    task_type="CAUSAL_LM",
 )
 
 
@@ -238,6 +240,19 @@ def test_bfloat16_autocast(tmp_path, loss):
         assert 1e-5 < error < 2 * relative(narrow[name], exact) + FLOOR
 
 
+@pytest.mark.parametrize("loss", [None, "ipo"])
+def test_a_head_cast_to_float32(tmp_path, loss):
+    """Of a bfloat16 model: its head, in the sampler and in the trainer, is of float32."""
+    options = {"cast_lm_head_to_fp32": True, "max_completion_length": 12, "learning_rate": 0.0}
+    run = trainer(tmp_path, tiny_model().bfloat16(), loss=loss, num_iterations=2, **options)
+    run.train()
+    assert run.model.lm_head.weight.dtype == torch.float32
+    [inputs] = run.watch.steps[0].micro
+    with torch.no_grad():
+        own = kept_logprobs(run.model, inputs)  # from logits, of the same hidden states
+    torch.testing.assert_close(own.token, inputs["old_per_token_logps"], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 def test_other_models(tmp_path, family):
     kinds = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")
@@ -267,6 +282,31 @@ def test_a_head_that_peft_trains_whole(tmp_path, loss):
         assert_plain(step, partial(with_lora, config), loss, beta=0.3, ref=adapters_off)
 
 
+def test_an_entropy_bonus_is_of_the_kept_sets(tmp_path):
+    run = trainer(tmp_path, entropy_coef=0.3)
+    run.train()
+    [step] = run.watch.steps
+    [inputs] = step.micro
+    model = tiny_model()
+    model.load_state_dict(step.weights)
+    kept = kept_logprobs(model, inputs)
+    entropies = -(kept.all.exp() * kept.all.clamp(min=-1e9)).sum(-1)
+    bonus = (entropies * kept.mask).sum() / kept.mask.sum()
+    (trls_loss(kept, inputs) / kept.mask.sum() - 0.3 * bonus).backward()
+    for name, p in model.named_parameters():
+        assert relative(step.grads[name], p.grad) < 1e-4, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [None, "ipo"])
+def test_compiled(tmp_path, loss):
+    run = trainer(tmp_path, loss=loss, torch_compile=True, num_iterations=2, max_steps=2)
+    run.train()
+    assert isinstance(run.model_wrapped, torch._dynamo.OptimizedModule)
+    for step in run.watch.steps:
+        assert_plain(step, tiny_model, loss)
+
+
 # --- evaluation ---
 
 
@@ -294,6 +334,20 @@ def test_evaluation(tmp_path, loss):
     run.watch.micro.clear()
     run.train()  # goes on as ever
     assert_plain(run.watch.steps[0], tiny_model, loss)
+
+
+def test_evaluation_between_the_steps_of_a_generation(tmp_path):
+    options = {"eval_dataset": prompts(2), "eval_strategy": "steps", "eval_steps": 1}
+    run = trainer(tmp_path, loss="ipo", steps_per_generation=4, max_steps=4, **options)
+    run.train()
+    tokens = 0
+    for step in run.watch.steps:
+        step.micro = [one for one in step.micro if one["training"]]
+        assert len(step.micro) == 1
+        tokens += sampled_tokens(step.micro[0])
+    for step in run.watch.steps:
+        assert_plain(step, tiny_model, "ipo", tokens=tokens / 4)
+    assert sum("eval_loss" in log for log in run.state.log_history) == 4
 
 
 # --- what replay cures: https://github.com/huggingface/trl/issues/6789 ---
@@ -369,7 +423,9 @@ def test_every_micro_batch_has_the_supports_of_its_own_tokens(tmp_path):
         assert [len(one) for one in inputs["supports"]] == lengths
         # The sampler's probabilities of these very tokens are the trainer's over these very sets.
         kept = kept_logprobs(tiny_model(), inputs)
-        torch.testing.assert_close(kept.token, inputs["sampling_per_token_logps"], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            kept.token, inputs["sampling_per_token_logps"], atol=1e-4, rtol=0
+        )
         torch.testing.assert_close(kept.token, inputs["old_per_token_logps"], atol=1e-5, rtol=0)
     order = [tuple(map(tuple, one["completion_ids"].tolist())) for one in seen]
     assert order[:4] == order[4:8]
@@ -507,7 +563,12 @@ def test_a_rollout_func_without_evidence_is_refused(tmp_path):
         return output | {"supports": supports, "logprobs": None}
 
     trainer(tmp_path, rollout_func=alone).train()  # TRL's loss needs no more
-    cases = (bare, "no evidence"), (none, "no evidence"), (short, "a row a token"), (alone, "logprobs")
+    cases = (
+        (bare, "no evidence"),
+        (none, "no evidence"),
+        (short, "a row a token"),
+        (alone, "logprobs"),
+    )
     for function, match in cases:
         run = trainer(tmp_path, rollout_func=function, loss="ipo" if function is alone else None)
         with pytest.raises(ValueError, match=match):
@@ -639,6 +700,13 @@ def test_a_sampler_is_told_by_whatever_truncates_it(tmp_path):
         trl_runs.ReplayGRPOTrainer(tiny_model(), trl_runs.reward)  # GRPOConfig's defaults
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_prompt_learning_is_refused(tmp_path, kind):
+    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="prompt learning"):
+        trainer(tmp_path, peft_config=config)
+
+
 def test_lora_on_the_head_is_refused(tmp_path):
     config = LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="lm_head"):
@@ -647,10 +715,8 @@ def test_lora_on_the_head_is_refused(tmp_path):
 
 @pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0"])
 def test_another_trl_is_refused(monkeypatch, version):
-    import rl_loss.integrations.trl as module
-
     monkeypatch.setattr(trl, "__version__", version)
-    spec = importlib.util.spec_from_file_location("other", module.__file__)
+    spec = importlib.util.spec_from_file_location("other", trl_config.__file__)
     with pytest.raises(ImportError, match=rf"TRL 1\.16, got {version}"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

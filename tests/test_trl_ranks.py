@@ -33,18 +33,25 @@ def rollouts():
             own = rows.loss_mask[i].nonzero()[:, 0]
             at = slice(i * length + int(own[0]), i * length + int(own[-1]) + 1)
             made[prompt].append(
-                (sequences[i, own].tolist(), rows.inference_logprobs[i, own].tolist(), rows.support[at])
+                (
+                    sequences[i, own].tolist(),
+                    rows.inference_logprobs[i, own].tolist(),
+                    rows.support[at],
+                )
             )
     return made
 
 
 def recorded(made, given, run):
     """A rollout_func that gives the k-th completion where a prompt comes for the k-th time."""
-    output = {"prompt_ids": tokenizer()(text=given)["input_ids"]}
     found = [made[prompt][given[:i].count(prompt)] for i, prompt in enumerate(given)]
-    output |= dict(zip(("completion_ids", "logprobs", "supports"), map(list, zip(*found)), strict=True))
-    output["completion_ids"] = [list(ids) for ids in output["completion_ids"]]
-    return output
+    ids, logprobs, supports = zip(*found, strict=True)
+    return {
+        "prompt_ids": tokenizer()(text=given)["input_ids"],
+        "completion_ids": [list(one) for one in ids],
+        "logprobs": list(logprobs),
+        "supports": list(supports),
+    }
 
 
 def run_of(folder, loss, batch, made, **options):
@@ -64,8 +71,15 @@ def run_of(folder, loss, batch, made, **options):
 
 def own(logs):
     """What a run logged of its tokens, which does not depend on how they were spread."""
-    names = ("importance_ratio_mean", "importance_ratio_max", "mismatch_kl", "score_centering/mask_tv")
-    return [{name: log[name] for name in (*names, "entropy")} for log in logs if "mismatch_kl" in log]
+    names = (
+        "importance_ratio_mean",
+        "importance_ratio_max",
+        "mismatch_kl",
+        "score_centering/mask_tv",
+    )
+    return [
+        {name: log[name] for name in (*names, "entropy")} for log in logs if "mismatch_kl" in log
+    ]
 
 
 def on_a_rank(rank, folder, wanted):
@@ -84,9 +98,24 @@ def on_a_rank(rank, folder, wanted):
                 torch.testing.assert_close(step.grads[name], grad, atol=1e-5 * largest, rtol=1e-4)
         for got, one in zip(own(run.state.log_history), expected[loss][1], strict=True):
             assert got == pytest.approx(one, rel=1e-4, abs=1e-7)
-    # With generations of their own: each rank other tokens, over their own kept sets.
-    run = trainer(folder, loss="ipo", per_device_train_batch_size=2, learning_rate=0.0, max_steps=2)
+    # With generations of their own: each rank other tokens, over their own kept sets; and as the
+    # ranks of a sharded model would, which call it equally often, whichever has come to its ends.
+    options = {"per_device_train_batch_size": 2, "learning_rate": 0.0, "max_steps": 4}
+    run = trainer(folder, loss="ipo", max_completion_length=20, seed=5, **options)
+    run._dist.fsdp_version = 2
+    calls, forward = [], run.model.model.forward
+
+    def counted(*args, **kwargs):
+        calls.append(run.model.training)
+        return forward(*args, **kwargs)
+
+    run.model.model.forward = counted
     run.train()
+    widths = [step.micro[0]["completion_ids"].shape[1] for step in run.watch.steps]
+    both = [None, None]
+    dist.all_gather_object(both, (len(calls), sum(widths)))
+    assert both[0][0] == both[1][0]
+    assert both[0][1] != both[1][1]
     for step in run.watch.steps:
         [inputs] = step.micro
         assert all((one.kind == RowKind.REPLAY).all() for one in inputs["supports"])

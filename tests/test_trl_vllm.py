@@ -128,7 +128,10 @@ def test_what_the_engine_knows_of_the_kept_ids_is_what_the_trainer_asks_for(vllm
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"returns_mask": False, "told": {"return_sampling_mask": False}}, "return_sampling_mask is"),
+        (
+            {"returns_mask": False, "told": {"return_sampling_mask": False}},
+            "return_sampling_mask is",
+        ),
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is 'raw_logprobs'"),
     ],
     ids=str,

@@ -56,7 +56,9 @@ def reward(completions: list, **_: Any) -> list[float]:
 
 def prompts(n: int = 16) -> Dataset:
     """Of one to three words."""
-    return Dataset.from_dict({"prompt": [" ".join(["w5"] * (i % 3) + [f"w{i + 6}"]) for i in range(n)]})
+    return Dataset.from_dict(
+        {"prompt": [" ".join(["w5"] * (i % 3) + [f"w{i + 6}"]) for i in range(n)]}
+    )
 
 
 @dataclass
@@ -154,7 +156,9 @@ def kept_logprobs(model: Any, inputs: dict[str, Any], temperature: float = 1.0) 
     completions, mask = inputs["completion_ids"], inputs["completion_mask"]
     ids = torch.cat([inputs["prompt_ids"], completions], 1)
     attention = torch.cat([inputs["prompt_mask"], mask], 1)
-    options = {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
+    options = (
+        {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
+    )
     out = model(input_ids=ids, attention_mask=attention, use_cache=False, **options)
     logits = out.logits[:, -completions.shape[1] - 1 : -1] / temperature
     keep = torch.ones_like(logits, dtype=torch.bool)

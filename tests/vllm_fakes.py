@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -98,8 +98,8 @@ class Engine:
 class LLM:
     """Of `vllm.LLM` what TRL's generation uses."""
 
-    made: "list[LLM]" = []
-    ends: list[int] = []
+    made: ClassVar[list[Any]] = []
+    ends: ClassVar[list[int]] = []
     logprobs_mode = "processed_logprobs"
 
     def __init__(self, model: str, return_sampling_mask: bool = False, **options: Any) -> None:
@@ -119,7 +119,9 @@ class LLM:
         requests = []
         for prompt in prompts:
             ids = prompt["prompt_token_ids"]
-            outputs = [self.engine.sample(ids, sampling_params, i) for i in range(sampling_params.n)]
+            outputs = [
+                self.engine.sample(ids, sampling_params, i) for i in range(sampling_params.n)
+            ]
             requests.append(SimpleNamespace(prompt_token_ids=ids, outputs=outputs))
         return requests
 

@@ -10,49 +10,26 @@ from typing import Any
 
 import torch
 import trl
-from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional
 
 from rl_loss.csr import RowKind, first_row
 from rl_loss.integrations.head_transform import without_peft
-from rl_loss.integrations.huggingface import _TRUNCATING as TRUNCATING
 from rl_loss.integrations.huggingface import SupportRecorder, patch_lm_head
 from rl_loss.integrations.sampled_logprobs import sampled_logprobs, support_of
+from rl_loss.integrations.trl_config import check_model, check_sampling, our_loss
+from rl_loss.integrations.trl_vllm import generation_with_masks, replaced
 from rl_loss.loss.inputs import LossInputs, LossOutputs
-from rl_loss.loss.losses import icepop_loss, ipo_loss, policy_loss, reinforce_loss
 from rl_loss.loss.metrics import combine_metrics, metric_floats, reduce_metrics
 from rl_loss.support import Support
 
-if not Version("1.16") <= Version(trl.__version__) < Version("1.17"):
-    raise ImportError(f"rl_loss.integrations.trl is written for TRL 1.16, got {trl.__version__}")
+_VLLM_TOP = 20  # log-probabilities a token, as many as vLLM gives unasked
 
-from trl.trainer import grpo_trainer  # noqa: E402
-
-from rl_loss.integrations.trl_vllm import ReplayVLLMGeneration, replaced  # noqa: E402
-
-_LOSSES = {"ipo": ipo_loss, "icepop": icepop_loss, "reinforce": reinforce_loss}
-_VLLM_TOP = 20  # log-probabilities a token, vLLM's own bound
-
-# What TRL's own loss alone reads.
-_OF_TRLS_LOSS = (
-    "loss_type",
-    "importance_sampling_level",
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "use_bias_correction_kl",
-    "off_policy_mask_threshold",
-    "top_entropy_quantile",
-    "entropy_coef",
-    "use_adaptive_entropy",
-)
-
-_Trainer: Any = object  # what the mixin comes before: grpo_trainer.GRPOTrainer
+_Trainer: Any = object  # what the mixin is put before
 
 
 class ReplayMixin(_Trainer):
-    """What makes a `trl.GRPOTrainer`, or a subclass of it, a `ReplayGRPOTrainer`."""
+    """What makes a subclass of `trl.GRPOTrainer` a `ReplayGRPOTrainer`: put it before that."""
 
     def __init__(
         self,
@@ -62,22 +39,21 @@ class ReplayMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        config = given.get("args") or trl.GRPOConfig
-        self._loss = None if loss is None else _our_loss(loss, config)
-        self._recorder = SupportRecorder() if recorder is None else recorder
+        config = given.get("args") or trl.GRPOConfig  # whose attributes are the defaults
         if given.get("rollout_func") is None:
-            _check_sampling(config, recorder)
-        self._supports: Sequence[Support] = ()  # of the batch at hand, one a sequence
-        self._watched: dict[str, SimpleNamespace] = {}  # the metrics of a mode until it logs them
-        with replaced(grpo_trainer, "VLLMGeneration", ReplayVLLMGeneration):
+            check_sampling(config, recorder)
+        self._loss = None if loss is None else our_loss(loss, config)
+        self._recorder = SupportRecorder() if recorder is None else recorder
+        self._supports: list[Support] = []  # of the batch at hand, one a sequence
+        self._watched: dict[str, SimpleNamespace] = {}  # a mode's metrics until they are logged
+        with generation_with_masks():
             super().__init__(*args, **kwargs)
-        if self._dist.is_zero3:
-            raise ValueError("args.deepspeed must be ZeRO stage 2 or less: 3 shards the head")
+        check_model(self)
         patch_lm_head(self.model)
         if self.ref_model is not None:
             patch_lm_head(self.accelerator.unwrap_model(self.ref_model))
         if self._loss is not None:
-            self.vllm_importance_sampling_correction = False  # our loss has its own
+            self.vllm_importance_sampling_correction = False  # the loss weighs p by q itself
             if self.use_vllm:
                 self.vllm_generation.logprobs = _VLLM_TOP
 
@@ -86,27 +62,27 @@ class ReplayMixin(_Trainer):
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if self.use_vllm:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        model, recorded = without_peft(self.accelerator.unwrap_model(self.model)), []
-        # generate asks the ranks of a sharded model to go on together, but not a loop it is given
+        # The ranks of a sharded model go on together; of a loop it is given generate asks no such.
         together = self._dist.is_fsdp and self.accelerator.num_processes > 1
-        sample, own = partial(self._recorder.sample, synced_gpus=together), model.generate
+        sample = partial(self._recorder.sample, synced_gpus=together)
+        model = without_peft(self.accelerator.unwrap_model(self.model))
+        own, recorded = model.generate, []
 
         def generate(**inputs: Any) -> Any:
             sequences = own(**inputs, custom_generate=sample)
-            recorded.append((inputs["input_ids"].shape[1], self._recorder.finish(sequences)))
+            recorded.append((self._recorder.finish(sequences), inputs["input_ids"].shape[1]))
             return sequences
 
         with replaced(model, "generate", generate):
             completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        [(prompt, rows)] = recorded
+        [(rows, prompt)] = recorded
         logprobs = []
         for i, ids in enumerate(completion_ids):
-            # Padding behind a stop that is no end of text, which TRL takes for sampled.
-            del ids[int(rows.loss_mask[i].sum()) :]
+            del ids[int(rows.loss_mask[i].sum()) :]  # padding behind an end that TRL does not know
             first = i * rows.loss_mask.shape[1] + prompt
-            own_rows = slice(first, first + len(ids))
-            log_q = rows.inference_logprobs.flatten()[own_rows].tolist()
-            logprobs.append(sampled_logprobs(rows.support[own_rows], log_q))
+            at = slice(first, first + len(ids))
+            log_q = rows.inference_logprobs.flatten()[at].tolist()
+            logprobs.append(sampled_logprobs(rows.support[at], log_q))
         return completion_ids, logprobs
 
     def _generate(self, prompts: Any) -> Any:
@@ -115,22 +91,23 @@ class ReplayMixin(_Trainer):
         supports = extra_fields.pop("supports", None)  # of a rollout_func
         if supports is None:
             supports = [support_of(one) for one in logprobs or completion_ids]
+        self._check(supports, completion_ids, tool_mask, logprobs)
         self._supports = list(supports)
-        self._check(self._supports, completion_ids, tool_mask, logprobs)
         return generated
 
-    def _check(self, supports: Any, completion_ids: Any, mask: Any, logprobs: Any) -> None:
-        """Refuses supports that are not a row a token, with evidence for what was sampled."""
+    def _check(self, supports: Any, completion_ids: Any, tool_mask: Any, logprobs: Any) -> None:
+        """Refuses supports without a row a token, with evidence for each that was sampled."""
         widths, lengths = [len(one) for one in supports], [len(ids) for ids in completion_ids]
         if widths != lengths:
-            raise ValueError(f"supports must have a row a token of {lengths}, got {widths}")
-        rows = Support.cat(supports)
-        labels = torch.tensor([*chain(*completion_ids)])
-        active = torch.ones_like(labels) if mask is None else torch.tensor([*chain(*mask)])
-        unknown = active.bool() & (rows.kind == RowKind.NONE)
-        if unknown.any():
+            raise ValueError(f"supports must have a row a token, {lengths}, got {widths}")
+        rows, labels = Support.cat(supports), torch.tensor([*chain(*completion_ids)])
+        sampled = torch.ones(len(rows), dtype=torch.bool)
+        if tool_mask is not None:
+            sampled = torch.tensor([*chain(*tool_mask)], dtype=torch.bool)
+        bare = sampled & (rows.kind == RowKind.NONE)
+        if bare.any():
             raise ValueError(
-                f"supports: sampled token {first_row(unknown)} of the batch has no evidence. A "
+                f"supports: sampled token {first_row(bare)} of the batch has no evidence. A "
                 "rollout_func returns 'supports', or log-probabilities as the trainer gave them"
             )
         log_q = None
@@ -138,24 +115,28 @@ class ReplayMixin(_Trainer):
             log_q = torch.tensor([math.nan if q is None else q for q in chain(*logprobs)])
         elif self._loss is not None:
             raise ValueError("rollout_func must return 'logprobs' for a loss of ours, got None")
-        vocab_size = self.model.config.get_text_config().vocab_size
-        rows.validate(labels, vocab_size, active.bool(), log_q)
+        rows.validate(labels, self.model.config.get_text_config().vocab_size, sampled, log_q)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
-        output["supports"] = self._supports  # a list: it is shuffled and cut as one
+        output["supports"] = self._supports  # a list, which TRL shuffles and cuts as one
         return output
 
     # --- what the trainer makes of it ---
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Any, logits_to_keep: int, **options: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Any,
+        logits_to_keep: int,
+        **options: Any,
     ) -> Any:
         if not isinstance(model, _Replayed):
             model = _Replayed(model, self._supports, self.temperature)
-        if len(input_ids) != len(model.supports):
+        if len(model.supports) != len(input_ids):
             raise ValueError(
-                f"supports must be one a sequence ({len(input_ids)}), got {len(model.supports)}"
+                f"supports must be one a sequence, {len(input_ids)}, got {len(model.supports)}"
             )
         model.before = input_ids.shape[1] - logits_to_keep - 1
         model.entropy = "support" if options.get("compute_entropy") else None
@@ -168,55 +149,54 @@ class ReplayMixin(_Trainer):
         if self._loss is None:
             return super()._compute_loss(model, inputs)
         replayed = _Replayed(model, self._supports, self.temperature)
-        prompts, completions = inputs["prompt_ids"], inputs["completion_ids"]
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        names = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
+        completions, mask = inputs["completion_ids"], inputs["completion_mask"]
+        known = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
         _, entropies, aux_loss = self._get_per_token_logps_and_entropies(
             replayed,
-            torch.cat([prompts, completions], 1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+            torch.cat([inputs["prompt_ids"], completions], 1),
+            torch.cat([inputs["prompt_mask"], mask], 1),
             completions.shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            **{name: inputs[name] for name in names if name in inputs},  # images and their like
+            **{name: inputs[name] for name in known if name in inputs},  # images and their like
         )
-
-        def aligned(values: Tensor | None) -> Tensor | None:
-            return None if values is None else functional.pad(values, (replayed.before, 1))
-
+        mask = mask * inputs.get("tool_mask", 1)
         advantages = inputs["advantages"]
         advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask)
+        ref = inputs.get("ref_per_token_logps")
         out = self._loss(
             LossInputs.from_head(
                 replayed.head,
-                inference_logprobs=aligned(inputs["sampling_per_token_logps"]),
-                advantages=aligned(advantages),
-                loss_mask=aligned(mask.bool()),
-                ref_logprobs=aligned(inputs.get("ref_per_token_logps")),
+                inference_logprobs=replayed.aligned(inputs["sampling_per_token_logps"]),
+                advantages=replayed.aligned(advantages),
+                loss_mask=replayed.aligned(mask.bool()),
+                ref_logprobs=None if ref is None else replayed.aligned(ref),
             )
         )
-        training = self.model.training
-        # The tokens that all ranks have of one step; ranks and micro-batches are added up.
-        tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-        steps = self.current_gradient_accumulation_steps if training else 1
-        if training:
+        # The tokens of one step on all ranks, over whose gradients DDP takes the mean.
+        tokens, steps = inputs["num_items_in_batch"].clamp(min=1), 1
+        if self.model.training:
+            steps = self.current_gradient_accumulation_steps
             tokens = tokens * steps / self.args.steps_per_generation
-        loss = out.loss / tokens
+        loss = out.loss * self.accelerator.num_processes / tokens
+        count = mask.sum()
+        means = {"entropy": ((entropies.detach() * mask).sum() / count.clamp(min=1), count)}
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / steps
-        self._watch(out, entropies, mask, aux_loss)
+            means["aux_loss"] = aux_loss.detach(), torch.ones_like(count)
+        self._watch(out, means)
         return loss
 
-    def _watch(self, out: LossOutputs, entropies: Tensor, mask: Tensor, aux_loss: Any) -> None:
-        """Adds the metrics of one micro-batch to those that `log` will write."""
-        tokens = mask.sum()
-        metrics = out.metrics | {"entropy": (entropies.detach() * mask).sum() / tokens.clamp(min=1)}
-        counts = out.metric_counts | {"entropy": tokens}
-        if self.aux_loss_enabled:
-            metrics["aux_loss"], counts["aux_loss"] = aux_loss.detach(), torch.ones_like(tokens)
-        mode = "train" if self.model.training else "eval"
-        before = self._watched.get(mode)
-        parts = [(metrics, counts)] + ([] if before is None else [vars(before).values()])
+    # --- what is logged ---
+
+    def _watch(self, out: LossOutputs, means: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Adds the metrics of a micro-batch to those that will be logged, without a sync."""
+        metrics = out.metrics | {name: mean for name, (mean, _) in means.items()}
+        counts = out.metric_counts | {name: count for name, (_, count) in means.items()}
+        mode, parts = "train" if self.model.training else "eval", [(metrics, counts)]
+        if mode in self._watched:
+            before = self._watched[mode]
+            parts.append((before.metrics, before.metric_counts))
         metrics, counts = combine_metrics(parts)
         self._watched[mode] = SimpleNamespace(metrics=metrics, metric_counts=counts)
 
@@ -229,8 +209,40 @@ class ReplayMixin(_Trainer):
         super().log(logs, *args, **kwargs)
 
 
-class ReplayGRPOTrainer(ReplayMixin, grpo_trainer.GRPOTrainer):
-    """TODO"""
+class ReplayGRPOTrainer(ReplayMixin, trl.GRPOTrainer):
+    """A `trl.GRPOTrainer` that takes log-probabilities over what its sampler kept.
+
+    TRL samples with top_p, top_k or min_p and takes every log-probability over the whole
+    vocabulary: each ratio to the sampler is off by the mass that was kept. Here the kept ids of
+    every token are recorded where it is sampled, travel with it, and what TRL asks of the
+    model, the reference and the model before the step is normalised over them.
+
+    All other arguments and options are TRL's. With a loss of ours (score centering, the sampler
+    KL; `args.beta` is its `ref_tau`) TRL's importance correction is off, for these losses weigh
+    by p / q themselves; the sum over tokens is divided as in TRL's `loss_type="dapo"`.
+
+    Args:
+        *args, **kwargs: of `trl.GRPOTrainer`.
+        loss: None for TRL's own loss; "ipo", "icepop", "reinforce", or a `functools.partial` of
+            `ipo_loss`, `icepop_loss`, `reinforce_loss` or `policy_loss` with its options.
+        recorder: what records with transformers' `generate`; by default REPLAY rows. A sampler
+            that truncates nothing is recorded as HEAD or DRAWS, for the centering.
+
+    Raises:
+        ValueError: what cannot be recorded or replayed (continuous batching, a sampler that
+            truncates nothing, with vLLM one without top_k, prompt learning, ZeRO-3), or an option
+            of TRL's loss with one of ours. When it generates: a rollout_func without evidence,
+            evidence that cannot be that of the tokens.
+
+    Source: TRL 1.16, and no other version; https://github.com/huggingface/trl/issues/6789.
+
+    Example:
+        >>> trainer = ReplayGRPOTrainer(  # doctest: +SKIP
+        ...     model, reward_funcs=reward, args=GRPOConfig(top_p=0.95), train_dataset=prompts,
+        ...     loss=partial(icepop_loss, kl_tau=1e-3),
+        ... )
+        >>> trainer.train()  # doctest: +SKIP
+    """
 
 
 class _Replayed:
@@ -238,9 +250,9 @@ class _Replayed:
 
     def __init__(self, model: Any, supports: Sequence[Support], temperature: float) -> None:
         self.model, self.supports, self.temperature = model, supports, temperature
-        self.before = 0  # rows before the first that predicts a token of a completion
+        self.before = 0  # rows before the one that predicts a completion's first token
         self.entropy: str | None = None
-        self.head: Any = None  # what the last call's head gave
+        self.head: Any = None  # the last call's, [B, L]
         self._done = 0  # sequences
 
     def __call__(self, *, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> SimpleNamespace:
@@ -250,15 +262,14 @@ class _Replayed:
             behind = length - self.before - len(support)
             rows += [Support.empty(self.before), support, Support.empty(behind)]
         self._done += batch
-        joined = Support.cat(rows).to(labels.device, non_blocking=True)
+        support = Support.cat(rows).to(labels.device, non_blocking=True)
         labels = functional.pad(labels[:, 1:], (0, 1), value=-100)
-        active = (labels != -100) & (joined.kind != RowKind.NONE).view_as(labels)
         output = self.model(
             **inputs,
             use_cache=False,
             aligned_labels=labels,
-            support=joined,
-            active=active,
+            support=support,
+            active=(labels != -100) & (support.kind != RowKind.NONE).view_as(labels),
             temperature=self.temperature,
             entropy=self.entropy,
         )
@@ -269,55 +280,6 @@ class _Replayed:
             aux_loss=getattr(output, "aux_loss", None),
         )
 
-
-def _our_loss(loss: Any, config: Any) -> Callable[..., LossOutputs]:
-    """The loss that is meant, with the weight of the reference."""
-    chosen = _LOSSES.get(loss, loss) if isinstance(loss, str) else loss
-    function, given, options = chosen, (), {}
-    if isinstance(chosen, partial):
-        function, given, options = chosen.func, chosen.args, chosen.keywords
-    if function not in (*_LOSSES.values(), policy_loss) or given:
-        raise ValueError(
-            'loss must be None, "ipo", "icepop", "reinforce", or a functools.partial of one of our '
-            f"losses with keyword options, got {loss!r}"
-        )
-    if "ref_tau" in options:
-        raise ValueError("ref_tau must be given as args.beta, for which TRL makes the reference")
-    for name in _OF_TRLS_LOSS:
-        value, default = getattr(config, name), getattr(trl.GRPOConfig, name)
-        if value != default:
-            raise ValueError(
-                f"args.{name} must be {default!r} with a loss of ours, which does not read it, got "
-                f"{value!r}"
-            )
-    return partial(function, **options, ref_tau=config.beta)
-
-
-def _check_sampling(config: Any, recorder: SupportRecorder | None) -> None:
-    """Refuses a sampler whose kept sets cannot be had, or that keeps everything."""
-    names = ("temperature", "top_p", "top_k", "min_p")
-    asked = {name: getattr(config, name) for name in names} | (config.generation_kwargs or {})
-    if config.use_transformers_continuous_batching:
-        raise ValueError(
-            "args.use_transformers_continuous_batching must be False: its loop tells nobody what "
-            "it sampled from"
-        )
-    if asked["temperature"] != config.temperature:
-        raise ValueError(
-            "args.generation_kwargs must not hold a temperature of its own: the trainer takes "
-            f"args.temperature, {config.temperature}, got {asked['temperature']}"
-        )
-    if config.use_vllm:
-        if recorder is not None:
-            raise ValueError("recorder must be None with args.use_vllm, whose engine records")
-        if not (asked["top_k"] or 0) > 0:
-            raise ValueError(
-                "args.top_k must be above 0 with args.use_vllm, which returns no sampling mask "
-                f"otherwise (the size of the vocabulary keeps all), got {asked['top_k']}"
-            )
-    elif recorder is None or recorder.kind == RowKind.REPLAY:
-        if not any(asked.get(name) not in (None, *off) for name, off in TRUNCATING.items()):
-            raise ValueError(
-                "args.top_p, top_k or min_p must truncate, or there is nothing to replay: without, "
-                "give recorder=SupportRecorder(RowKind.HEAD, top=...)"
-            )
+    def aligned(self, values: Tensor) -> Tensor:
+        """Values of the completions' tokens `[B, C]` at the rows that predict them, `[B, L]`."""
+        return functional.pad(values, (self.before, 1))

@@ -7,7 +7,7 @@ Source: vLLM, pull request 49577 (0.28 and later).
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,17 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
+from trl.trainer import grpo_trainer
 
 from rl_loss.integrations.sampled_logprobs import SampledLogprob, sampled_logprobs
 from rl_loss.support import Support
 
 _GENERATE = "/inference/v1/generate"  # the only endpoint that returns a mask
+
+
+def generation_with_masks() -> AbstractContextManager[None]:
+    """Inside, a GRPO trainer that is made with `use_vllm` takes a `ReplayVLLMGeneration`."""
+    return replaced(grpo_trainer, "VLLMGeneration", ReplayVLLMGeneration)
 
 
 class ReplayVLLMGeneration(VLLMGeneration):
@@ -54,9 +60,9 @@ class ReplayVLLMGeneration(VLLMGeneration):
 class ReplayVLLMClient(VLLMClient):
     """A `VLLMClient` that generates from token ids through the endpoint that returns a mask."""
 
-    def generate(self, prompts: Any, features: Any = None, **options: Any) -> Any:
+    def generate(self, prompts: Any, features: Any = None, *args: Any, **options: Any) -> Any:
         features = [None] * len(prompts) if features is None else features
-        return super().generate(prompts, features, **options)
+        return super().generate(prompts, features, *args, **options)
 
     def _post(self, url: str, **kwargs: Any) -> Any:
         answer = super()._post(url, **kwargs)
