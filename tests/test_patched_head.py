@@ -3,7 +3,9 @@
 import copy
 import inspect
 import pickle
+import re
 import threading
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ from factory import TINY_MODEL, LargestTensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rl_loss import FusedLMHead, LMHeadOutput, Support, fused_lm_head
+from rl_loss import FusedLMHead, LMHeadOutput, LossInputs, Support, fused_lm_head, icepop_loss
 from rl_loss.integrations.huggingface import logit_options, patch_lm_head, unpatch_lm_head
 
 transformers = pytest.importorskip("transformers")
@@ -205,6 +207,44 @@ def untouched(model):
         assert not head._forward_pre_hooks
 
 
+def test_the_lines_of_the_document():
+    """The loss and its gradient are those of the model's own logits."""
+    text = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    sequences = ROWS.input_ids
+    kept = torch.stack([sequences.flatten(), (sequences.flatten() + 7) % V], 1)
+    logprobs = torch.full((B, L), 0.5).log()
+    rows = [(row, torch.full((2,), 0.5).log()) for row in kept]
+    advantages = draw(torch.randn, 3, B, L)
+    names = {
+        "model": make("Gemma2"),
+        "sequences": sequences,
+        "loss_mask": torch.arange(L).expand(B, L) > 2,
+        "support": Support.from_rows(rows),
+        "inference_logprobs": logprobs,
+        "advantages": advantages,
+    }
+    peer = copy.deepcopy(names["model"])
+    exec(lines, names)
+    logits = peer(sequences).logits[:, :-1]
+    over = logits.gather(-1, kept.reshape(B, L, 2)[:, 1:]).log_softmax(-1)
+    inputs = LossInputs(
+        trainer_logprobs=over[..., 0],
+        inference_logprobs=logprobs[:, 1:],
+        advantages=advantages[:, 1:],
+        loss_mask=names["loss_mask"][:, 1:],
+        trainer_support_logprobs=over,
+        sampler_support_logprobs=torch.full_like(over, 0.5).log(),
+        support_valid=torch.ones_like(over, dtype=torch.bool),
+    )
+    loss = icepop_loss(inputs).loss / names["loss_mask"].sum()
+    loss.backward()
+    pairs = zip(names["model"].named_parameters(), peer.parameters(), strict=True)
+    pairs = [(name, own.grad, other.grad) for (name, own), other in pairs]
+    got, wanted = ({name: pair[at] for name, *pair in pairs} for at in (0, 1))
+    assert_near(got, wanted, 1e-6)  # losses are in float32
+
+
 # --- which logits, and whose head ---
 
 
@@ -382,7 +422,7 @@ def test_a_model_that_does_not_call_its_head_once(calls):
 
 
 def test_calls_within_calls():
-    """One with other labels inside the body of one, as a reference model in a hook would be."""
+    """One with other labels and one without inside the body of one, as a hook might make them."""
     model, rows = patch_lm_head(make("Qwen3")), make_rows(b=3, seed=9)
     inner, wanted = model(**rows.model, **rows.head), model(**ROWS.model, **ROWS.head)
     seen = []
@@ -391,12 +431,14 @@ def test_calls_within_calls():
         if not seen:
             seen.append(None)
             seen.append(model(**rows.model, **rows.head))
+            seen.append(model(**ROWS.model))
 
     handle = model.base_model.layers[0].register_forward_hook(call)
     out = model(**ROWS.model, **ROWS.head)
     handle.remove()
     assert torch.equal(out.head.logprobs, wanted.head.logprobs)
     assert torch.equal(seen[1].head.logprobs, inner.head.logprobs)
+    assert torch.equal(seen[2].logits, model(**ROWS.model).logits)
     unpatch_lm_head(model)
     untouched(model)
 
@@ -457,6 +499,25 @@ def test_a_forward_of_an_object_is_kept():
     assert out.head.logprobs.shape == (B, L)
     unpatch_lm_head(model)
     assert model.forward is forward
+
+
+def test_a_forward_of_the_head_is_kept():
+    """Which some libraries give a module; in a call with labels it does not run."""
+    model = make("Qwen3")
+    head, calls = model.lm_head, []
+
+    def forward(hidden):
+        calls.append(hidden)
+        return type(head).forward(head, hidden)
+
+    head.forward = forward
+    patch_lm_head(model)
+    before = len(calls)
+    model(**ROWS.model, **ROWS.head)
+    assert len(calls) == before
+    assert head.forward is forward
+    model(**ROWS.model)
+    assert len(calls) == before + 1
 
 
 def test_a_model_with_such_arguments_of_its_own_is_refused():
@@ -592,14 +653,16 @@ def test_a_compiled_model():
     (_, got), (plain, _) = both(model)
     rows = make_rows(seed=5)
     other = model(**rows.model, **rows.head).head.logprobs
-    compiled = torch.compile(model, backend="eager")
-    for _ in range(2):  # what it computes in float32 inside the model comes out otherwise
+    compiled, frames = torch.compile(model, backend="eager"), []
+    for _ in range(3):  # what it computes in float32 inside the model comes out otherwise
         assert_near({"logits": compiled(**ROWS.model).logits}, {"logits": plain.logits}, 1e-6)
         out = compiled(**ROWS.model, **ROWS.head)
         again = {"logprobs": out.head.logprobs} | gradients(model, out, out.head.logprobs)
         assert_near(again, got, 1e-6)
         logprobs = compiled(**rows.model, **rows.head).head.logprobs
         assert_near({"logprobs": logprobs}, {"logprobs": other}, 1e-6)
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert 0 < frames[1] == frames[2]  # the third time nothing is compiled anew
 
 
 def test_a_model_patched_by_liger():

@@ -50,6 +50,8 @@ def patch_lm_head(model: Any) -> Any:
             `return_dict=False`, any other of the keywords without `aligned_labels`, LoRA on the
             head, and what `fused_lm_head` refuses.
 
+    Source: models and outputs of transformers 4.56 and later.
+
     Example:
         >>> model = patch_lm_head(model)  # doctest: +SKIP
         >>> out = model(  # doctest: +SKIP
@@ -142,7 +144,10 @@ class _PatchedForward:
         options = {"temperature": temperature, "active": active, "entropy": entropy}
         if aligned_labels is None:
             _refuse_without_labels({"support": support, **options, "head_options": head_options})
-            return forward(*args, **kwargs)
+            if not self.stand_in.calls:
+                return forward(*args, **kwargs)
+            with self.stand_in.during(None, running_head(model)):  # inside a call with labels
+                return forward(*args, **kwargs)
         named = zip(inspect.signature(forward).parameters, args, strict=False)
         _check_with_labels(dict(named) | kwargs, head_options or {})
         call = _Call(aligned_labels, support, options | self.transform | (head_options or {}))
@@ -152,9 +157,10 @@ class _PatchedForward:
 
 
 def _refuse_without_labels(options: dict[str, Any]) -> None:
+    if not isinstance(options["temperature"], Tensor) and options["temperature"] == 1:
+        del options["temperature"]
     for name, value in options.items():
-        default = 1.0 if name == "temperature" else None
-        if isinstance(value, Tensor) or value != default:
+        if value is not None:
             raise ValueError(f"{name} needs aligned_labels, which are None")
 
 
@@ -197,15 +203,18 @@ class _StandIn:
 
     def __init__(self) -> None:
         self.calls = 0
-        # `torch.compile` looks at a forward for its identity, and at hooks not at all: its graphs
-        # end before this one, in calls without labels they go through the head's own.
+        self.head: Any = None  # in a call, and what it had for a forward of its own
+        self.own: Any = None
+        self.hook: Any = None
+        # What `torch.compile` has traced holds while a module's forward does, whatever hooks it
+        # has by then: with this one no graph of a call without labels does, and new ones end here.
         self.outside_graphs = torch.compiler.disable(self.forward)
 
     def __reduce__(self) -> Any:
         return _StandIn, ()  # of a model that is copied or pickled
 
     @contextmanager
-    def during(self, call: _Call, head: Any) -> Iterator[None]:
+    def during(self, call: _Call | None, head: Any) -> Iterator[None]:
         if not self.calls:
             self.head, self.own = head, vars(head).get("forward")
             self.hook = head.register_forward_hook(torch.compiler.disable(self.hide))  # the last
@@ -222,10 +231,11 @@ class _StandIn:
                 del self.head.forward
                 if self.own is not None:
                     self.head.forward = self.own
+                self.head = self.own = self.hook = None
 
     def forward(self, hidden: Tensor) -> Any:
         call, head = _CALL.get(), self.head
-        if call is None:  # of another thread, without labels
+        if call is None:  # of another thread, or within one with labels
             return (self.own or type(head).forward.__get__(head))(hidden)
         shape = getattr(call.labels, "shape", None)
         if shape != hidden.shape[:-1]:
