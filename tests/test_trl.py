@@ -450,13 +450,13 @@ def test_padding_behind_a_stop_is_no_part_of_a_completion(tmp_path):
 
 def test_what_cannot_have_been_sampled_is_noticed(tmp_path):
     run = trainer(tmp_path)
-    finish = run._recorder.finish
+    completions = run._recorder.completions
 
-    def off_by_one(sequences):
-        rows = finish(sequences)
-        return rows._replace(inference_logprobs=rows.inference_logprobs - 0.1)
+    def off(sequences):
+        found = completions(sequences)
+        return [one._replace(inference_logprobs=one.inference_logprobs - 0.1) for one in found]
 
-    run._recorder.finish = off_by_one
+    run._recorder.completions = off
     with pytest.raises(ValueError, match="inference_logprobs"):
         run.train()
 

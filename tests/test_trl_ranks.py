@@ -27,18 +27,10 @@ def rollouts():
         ids, recorder = torch.tensor([words(prompt)["input_ids"]] * 2), SupportRecorder()
         options = {"do_sample": True, "top_k": 8, "max_new_tokens": 7, "eos_token_id": ENDS}
         sequences = model.generate(ids, custom_generate=recorder.sample, **options)
-        rows, (_, length) = recorder.finish(sequences), sequences.shape
-        made[prompt] = []
-        for i in range(2):
-            own = rows.loss_mask[i].nonzero()[:, 0]
-            at = slice(i * length + int(own[0]), i * length + int(own[-1]) + 1)
-            made[prompt].append(
-                (
-                    sequences[i, own].tolist(),
-                    rows.inference_logprobs[i, own].tolist(),
-                    rows.support[at],
-                )
-            )
+        made[prompt] = [
+            (one.token_ids.tolist(), one.inference_logprobs.tolist(), one.support)
+            for one in recorder.completions(sequences)
+        ]
     return made
 
 

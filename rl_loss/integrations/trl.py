@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rl_loss.csr import RowKind, first_row
 from rl_loss.integrations.head_transform import without_peft
-from rl_loss.integrations.huggingface import SupportRecorder, patch_lm_head
+from rl_loss.integrations.huggingface import Completion, SupportRecorder, patch_lm_head
 from rl_loss.integrations.sampled_logprobs import sampled_logprobs, support_of
 from rl_loss.integrations.trl_config import check_model, check_sampling, our_loss
 from rl_loss.integrations.trl_vllm import generation_with_masks, replaced
@@ -66,23 +66,21 @@ class ReplayMixin(_Trainer):
         together = self._dist.is_fsdp and self.accelerator.num_processes > 1
         sample = partial(self._recorder.sample, synced_gpus=together)
         model = without_peft(self.accelerator.unwrap_model(self.model))
-        own, recorded = model.generate, []
+        own: Callable[..., Any] = model.generate
+        recorded: list[Completion] = []
 
         def generate(**inputs: Any) -> Any:
             sequences = own(**inputs, custom_generate=sample)
-            recorded.append((self._recorder.finish(sequences), inputs["input_ids"].shape[1]))
+            recorded.extend(self._recorder.completions(sequences))
             return sequences
 
         with replaced(model, "generate", generate):
             completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        [(rows, prompt)] = recorded
         logprobs = []
-        for i, ids in enumerate(completion_ids):
-            del ids[int(rows.loss_mask[i].sum()) :]  # padding behind an end that TRL does not know
-            first = i * rows.loss_mask.shape[1] + prompt
-            at = slice(first, first + len(ids))
-            log_q = rows.inference_logprobs.flatten()[at].tolist()
-            logprobs.append(sampled_logprobs(rows.support[at], log_q))
+        for ids, one in zip(completion_ids, recorded, strict=True):
+            del ids[len(one.support) :]  # padding behind an end that TRL does not know
+            n = len(ids)
+            logprobs.append(sampled_logprobs(one.support[:n], one.inference_logprobs[:n].tolist()))
         return completion_ids, logprobs
 
     def _generate(self, prompts: Any) -> Any:
@@ -257,12 +255,10 @@ class _Replayed:
 
     def __call__(self, *, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> SimpleNamespace:
         batch, length = labels.shape
-        rows: list[Support] = []
-        for support in self.supports[self._done : self._done + batch]:
-            behind = length - self.before - len(support)
-            rows += [Support.empty(self.before), support, Support.empty(behind)]
+        supports = self.supports[self._done : self._done + batch]
         self._done += batch
-        support = Support.cat(rows).to(labels.device, non_blocking=True)
+        support = Support.stack(supports, length, start=self.before)
+        support = support.to(labels.device, non_blocking=True)
         labels = functional.pad(labels[:, 1:], (0, 1), value=-100)
         output = self.model(
             **inputs,
