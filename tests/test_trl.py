@@ -1,7 +1,9 @@
 """ReplayGRPOTrainer against the real TRL: what it records, replays, and makes gradients of."""
 
 import importlib.util
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -750,3 +752,22 @@ def test_any_grpo_trainer_takes_the_core(tmp_path):
     run = trainer(tmp_path, kind=Both, loss="ipo")
     run.train()
     assert run.state.log_history[0]["importance_ratio_mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_the_lines_of_the_page(tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text()
+    [lines] = [
+        code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "GRPOConfig" in code
+    ]
+    usual = trainer(tmp_path).args
+    names = ("output_dir", "max_steps", "max_completion_length", "use_cpu", "bf16", "report_to")
+    given = {
+        "model": tiny_model(),
+        "reward": trl_runs.reward,
+        "config": {name: getattr(usual, name) for name in names},
+        "prompts": prompts(),
+        "tokenizer": trl_runs.tokenizer(),
+    }
+    exec(lines, given)
+    [*_, log] = given["trainer"].state.log_history
+    assert log["importance_ratio_mean"] == pytest.approx(1, abs=1e-5)
