@@ -78,6 +78,40 @@ def test_it_learns(monkeypatch, capsys, tmp_path, seed):
     assert steps == [("0", "0")] * 80
 
 
+# --- in TRL's trainer ---
+
+
+def replay(monkeypatch, capsys, *options: str) -> tuple[list[str], float, float]:
+    """What `trl_replay.py` prints of its steps, and the rewards before and after."""
+    pytest.importorskip("trl")
+    path = EXAMPLE.with_name("trl_replay.py")
+    spec = importlib.util.spec_from_file_location("trl_replay", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", ["trl_replay.py", *options])
+    module.main()
+    printed = capsys.readouterr().out
+    first, last = map(float, re.findall(r"^reward .*: (\S+)$", printed, re.MULTILINE))
+    return re.findall(r"^step .*$", printed, re.MULTILINE), first, last
+
+
+@pytest.mark.parametrize("options", [(), ("--loss", "trl"), ("--loss", "ipo", "--top-k", "4")])
+def test_replay_in_trl(monkeypatch, capsys, options):
+    steps, *_ = replay(monkeypatch, capsys, "--steps", "2", "--length", "4", *options)
+    assert len(steps) == 2
+    for step in steps:
+        ratio = re.search(r"importance_ratio_mean (\S+)", step)
+        assert ratio is None if "trl" in options else ratio[1] == "1.000"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["icepop", "trl"])
+def test_it_learns_in_trl(monkeypatch, capsys, loss):
+    _, first, last = replay(monkeypatch, capsys, "--loss", loss, "--iterations", "2")
+    assert first < 0.15
+    assert last > 0.8
+
+
 # --- on several ranks ---
 
 needs_gloo = pytest.mark.skipif(

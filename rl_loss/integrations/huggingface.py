@@ -41,7 +41,7 @@ class Completion(NamedTuple):
 
 
 # Options of `generate` that exclude ids, and their values that do not.
-_TRUNCATING: dict[str, tuple[float, ...]] = {
+TRUNCATING: dict[str, tuple[float, ...]] = {
     "top_k": (0,),
     "top_p": (1.0,),
     "min_p": (0.0,),
@@ -130,7 +130,7 @@ class SupportRecorder:
             if getattr(generation_config, option, None):
                 raise ValueError(f"{option} must be left out: it asks for another decoding loop")
         if self.kind != RowKind.REPLAY:
-            for option, off in _TRUNCATING.items():
+            for option, off in TRUNCATING.items():
                 value = getattr(generation_config, option, None)
                 if value is not None and value not in off:
                     raise ValueError(
