@@ -30,12 +30,8 @@ from rl_loss.engine_lists import (
     triples,
     vector,
 )
+from rl_loss.packing import UNKNOWN_LOGPROB
 from rl_loss.row_parsing import Columns
-
-# From here down a log-probability is unknown. vLLM's server writes -9999 for what it does not
-# know, for NaN and, as JSON has no -inf, for a probability of 0; SGLang clamps -inf to the least
-# float32. Which of these was meant cannot be told, and no id that was kept is so unlikely.
-_UNKNOWN = -9999.0
 
 _SGLANG_TOKENS = ("output_ids", "response_token_ids")  # of generate and of chat
 
@@ -148,7 +144,7 @@ def top_columns(logprobs: Any, sampled: Any = None, argument: str = "logprobs") 
         for known, token, logprob in zip(entries, *triples("sampled", sampled), strict=True):
             known.setdefault(token, logprob)
     ids, of_row, q = end_to_end(argument, entries)
-    bad = ~((q > _UNKNOWN) & (q < math.inf))
+    bad = ~((q > UNKNOWN_LOGPROB) & (q < math.inf))
     if bad.any():
         at = first_row(bad)
         raise ValueError(
@@ -329,7 +325,7 @@ def _known(name: str, q: Tensor, kept: _Kept) -> Tensor:
             f"{name}: kept id {int(kept.ids[at])} of row {int(kept.rows[at])} has log-probability "
             f"{float(q[at])}: the mask and the log-probabilities are not of one request"
         )
-    return q.masked_fill(q <= _UNKNOWN, math.nan)
+    return q.masked_fill(q <= UNKNOWN_LOGPROB, math.nan)
 
 
 def _shift(name: str, over_kept: Tensor, raw: Tensor) -> Tensor:

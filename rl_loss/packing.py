@@ -1,4 +1,7 @@
-"""The wire format of support entries: one int64 for an id and its log-probability."""
+"""The wire formats of support entries: one int64 for an id and its log-probability, or bytes."""
+
+from reprlib import repr as short
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -6,6 +9,14 @@ from torch import Tensor
 from rl_loss.arguments import require_tensor
 
 _LOW_32_BITS = 0xFFFFFFFF
+
+# From here down a log-probability is unknown. vLLM's server writes -9999 for what it does not
+# know, for NaN and, as JSON has no -inf, for a probability of 0, prime-rl for what it was not
+# told; SGLang clamps -inf to the least float32. Which of these was meant cannot be told, and no id
+# that was kept is so unlikely.
+UNKNOWN_LOGPROB = -9999.0
+
+_FORMATS = {torch.int32: "il", torch.float32: "f"}  # of the struct module, at 4 bytes an item
 
 
 def pack_entries(ids: Tensor, logprobs: Tensor) -> Tensor:
@@ -60,3 +71,28 @@ def unpack_entries(packed: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"packed must be int64, got {packed.dtype}")
     ids = (packed & _LOW_32_BITS).to(torch.int32)
     return ids, (packed >> 32).to(torch.int32).view(torch.float32)
+
+
+def numbers_of_bytes(name: str, data: Any, dtype: torch.dtype) -> Tensor:
+    """The int32 or float32 numbers `[n]` of a bytes-like object, or of an array of that dtype,
+    in the machine's own byte order; copied, for the sender may use its buffer again."""
+    try:
+        view = memoryview(data)
+    except TypeError as error:
+        raise ValueError(f"{name} must be bytes of {dtype}, got {short(data)}") from error
+    plain = view.itemsize == 1
+    if not plain and (view.itemsize != 4 or view.format[-1] not in _FORMATS[dtype]):
+        raise ValueError(f"{name} must be bytes of {dtype}, got items of format {view.format!r}")
+    if view.nbytes % 4:
+        raise ValueError(f"{name} must be bytes of {dtype}, 4 each, got {view.nbytes}")
+    if view.nbytes == 0:  # of which torch makes no tensor
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(view), dtype=dtype)
+
+
+def bytes_of_numbers(numbers: Tensor) -> bytes:
+    """The bytes of a tensor in the machine's own byte order; from a GPU it costs a sync."""
+    data = bytearray(numbers.numel() * numbers.element_size())
+    if data:
+        torch.frombuffer(data, dtype=numbers.dtype).copy_(numbers.flatten())
+    return bytes(data)

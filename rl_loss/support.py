@@ -1,16 +1,20 @@
 """The sampler's evidence about each token: ragged supports that stay with their rows."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.serialization import add_safe_globals
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from rl_loss.arguments import is_integral, numbers
+from rl_loss.arguments import is_integral, numbers, require_count
+from rl_loss.constructors import AnswerRows as AnswerRows
+from rl_loss.constructors import SupportConstructors
 from rl_loss.csr import (
     HostFacts,
     RowKind,
@@ -19,14 +23,7 @@ from rl_loss.csr import (
     rows_of_entries,
     selected_entries,
 )
-from rl_loss.engines import (
-    answer_columns,
-    label_logprobs,
-    sglang_columns,
-    top_columns,
-    vllm_columns,
-)
-from rl_loss.packing import pack_entries
+from rl_loss.packing import UNKNOWN_LOGPROB, bytes_of_numbers, pack_entries
 from rl_loss.plan import HeadPlan, head_plan, widest_gathered
 from rl_loss.row_parsing import (
     Columns,
@@ -34,9 +31,6 @@ from rl_loss.row_parsing import (
     check_kinds_and_ids,
     default_tail_mass,
     per_row,
-    read_packed,
-    read_padded,
-    read_rows,
 )
 from rl_loss.validation import validate_support
 
@@ -44,13 +38,17 @@ _FIELDS = ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_
 _HOST = "host_"  # before the names of the host's facts in a pickled state
 
 
-class Support:
+class Support(SupportConstructors):
     """The supports of N rows in CSR form: what the sampler kept and with which probability.
 
     Entry `e` of row `i` stands at `offsets[i] <= e < offsets[i + 1]`. The object is immutable
     and owns slicing, concatenation and selection, so that rows keep their evidence. It carries
     the host's view of its widths and kinds along, also to a GPU, so that a training step needs
     no device-to-host sync; building one from device tensors costs one sync.
+
+    One object may also stand for one sequence: lists of them, and NumPy's arrays of dtype object,
+    are shuffled, cut and joined as any others, `stack` makes rows of a batch of them and `split`
+    sequences of rows. It is no iterable: there is no loop over rows.
 
     The tensors given here are taken as they are and not copied, as a slice views its source:
     whoever writes to them later changes the evidence behind the checks that were made.
@@ -126,6 +124,15 @@ class Support:
     def __len__(self) -> int:
         return self.kind.shape[0]
 
+    # Without this, `iter` would try support[0], support[1], ...
+    __iter__ = None
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Itself as one object, for NumPy would take what has a length and items for a sequence."""
+        one = sys.modules["numpy"].empty((), dtype=object)  # it is what calls
+        one[()] = self
+        return one
+
     def __repr__(self) -> str:
         kinds = ", ".join(
             f"{int((self.host.kind == kind).sum())} {kind.name}"
@@ -147,229 +154,6 @@ class Support:
     def entry_rows(self) -> Tensor:
         """The row of each entry, `[nnz]` int64."""
         return rows_of_entries(self.offsets, self.nnz)
-
-    # --- constructors ---
-
-    @classmethod
-    def empty(cls, n: int, *, device: torch.device | str = "cpu") -> "Support":
-        """N rows of kind NONE: no evidence.
-
-        Example:
-            >>> len(Support.empty(3))
-            3
-        """
-        return cls.from_packed(
-            torch.empty(0, dtype=torch.int64, device=device),
-            torch.zeros(n, dtype=torch.int64, device=device),
-            kind=RowKind.NONE,
-        )
-
-    @classmethod
-    def from_rows(
-        cls,
-        rows: Iterable[tuple | None],
-        kind: int | Sequence[int] | Tensor = RowKind.REPLAY,
-        tail_mass: float | Sequence[float] | Tensor | None = None,
-    ) -> "Support":
-        """A support from a Python sequence of rows, on the CPU.
-
-        A tail mass left out is 0 on complete REPLAY and on DRAWS rows, elsewhere
-        `max(0, 1 - sum of the known q)`, summed in float64.
-
-        Args:
-            rows: per row `(ids, logprobs)`, `(ids, logprobs, known)` or None for a row without
-                evidence (kind NONE, unless `kind` says FAILED there). `logprobs` None: the ids
-                alone; a NaN in it: q unknown there.
-            kind: one `RowKind` or one a row.
-            tail_mass: one value or one a row.
-
-        Raises:
-            ValueError: as `Support`, and for a row that is none of these, naming it.
-
-        Example:
-            >>> Support.from_rows([([3, 4], None)]).sampler_tail_mass.tolist()
-            [1.0]
-        """
-        return cls._build(read_rows(rows, kind), tail_mass)
-
-    @classmethod
-    def from_packed(
-        cls,
-        packed: Tensor,
-        counts: Tensor,
-        kind: int | Sequence[int] | Tensor = RowKind.REPLAY,
-        tail_mass: float | Sequence[float] | Tensor | None = None,
-    ) -> "Support":
-        """A support from the wire format (`pack_entries`): one flat buffer and counts.
-
-        Args:
-            packed: `[nnz]` int64 entries, row after row; a NaN log-probability: q unknown.
-            counts: `[N]` integer entries a row; -1: the sampler failed to record the row.
-            kind: one `RowKind` or one a row (a count of -1 makes it FAILED).
-            tail_mass: as in `from_rows`.
-
-        Raises:
-            ValueError: as `Support`, and for counts that do not add up to the buffer.
-
-        Example:
-            >>> Support.from_packed(torch.empty(0, dtype=torch.int64), torch.tensor([-1])).kind
-            tensor([-1], dtype=torch.int8)
-        """
-        return cls._build(read_packed(packed, counts, kind), tail_mass)
-
-    @classmethod
-    def from_padded(
-        cls,
-        ids: Tensor,
-        logprobs: Tensor | None,
-        kind: int | Sequence[int] | Tensor = RowKind.REPLAY,
-        tail_mass: float | Sequence[float] | Tensor | None = None,
-    ) -> "Support":
-        """A support from ids padded to one width (on a GPU it costs a sync more).
-
-        Args:
-            ids: `[..., K]` integer ids, -1 where a row has no entry; N is the leading
-                dimensions flattened.
-            logprobs: `[..., K]` log q, NaN where unknown, never read at padding; None: the ids
-                alone.
-            kind: one `RowKind` or one a row.
-            tail_mass: as in `from_rows`.
-
-        Raises:
-            ValueError: as `Support`.
-
-        Example:
-            >>> Support.from_padded(torch.tensor([[4, -1], [1, 2]]), None).offsets.tolist()
-            [0, 1, 3]
-        """
-        return cls._build(read_padded(ids, logprobs, kind), tail_mass)
-
-    @classmethod
-    def from_vllm(cls, mask: Any, logprobs: Any = None) -> "Support":
-        """REPLAY rows from vLLM's sampling mask and the request's processed log-probabilities.
-
-        A row whose kept ids all have a log-probability is complete, and its centering exact; on
-        the others the missing ids are the tail inside the kept set. Log-probabilities are taken
-        from `logprobs`, the mask's own, `sampling_mask_logprobs` and the answer's `logprobs`, the
-        first that knows an id; what none of them says of it, and -9999 or less, is unknown.
-
-        Args:
-            mask: a `CompletionOutput`, a choice of the generate endpoint's JSON, or a request of
-                one of them; or its `sampling_mask` alone: a list of ids a token, lists or arrays,
-                or flat ids with `offsets` (`token_ids`, with `logprobs` or without).
-            logprobs: per token a dict from id to `Logprob`, its dict or a float, an entry of
-                `logprobs.content`, or the log-probabilities of the kept ids in their order, flat
-                where the kept ids are.
-
-        Raises:
-            ValueError: no mask, lengths that do not fit, a token named by its text, a kept id
-                with probability 0 (-inf).
-
-        Source: vLLM, pull request 49577; docs/sampler.md says what to ask the engine for.
-
-        Example:
-            >>> mask = {"token_ids": [[5, 9], [4]], "logprobs": [[-0.7, -0.7], [0.0]]}
-            >>> Support.from_vllm(mask).host.complete.tolist()
-            [True, True]
-        """
-        return cls._build(vllm_columns(mask, logprobs), None)
-
-    @classmethod
-    def from_sglang(cls, mask: Any, logprobs: Any = None) -> "Support":
-        """REPLAY rows from SGLang's sampling mask and the log-probabilities of its `meta_info`.
-
-        SGLang's top log-probabilities are over the whole vocabulary, and only the sampled token's
-        is given over the kept set as well. The difference of the two is minus the log of the kept
-        mass: it shifts the top ids onto the kept set. (They must be those of the logits sampled
-        from, after temperature: SGLang's default.) In its support mode nothing else is needed.
-
-        Args:
-            mask: a response or its `meta_info`, of a request with `return_sampling_mask`; or the
-                `output_token_sampling_mask` alone, a list of ids a token, lists or arrays; or the
-                engine's own chunk (flat `token_ids` with `lengths`).
-            logprobs: what holds `output_token_sampling_logprobs` (a float a token, or in support
-                mode the log-probabilities of its kept ids), `output_token_logprobs` and
-                `output_top_logprobs` (`(logprob, id, text)`); by default the `mask`. Without any,
-                the ids alone.
-
-        Raises:
-            ValueError: no mask, lengths that do not fit, a token that is not scored, a kept id
-                with probability 0, top log-probabilities without what shifts them; what one
-                request cannot hold: a sampled token outside its kept set, or one whose
-                log-probability over the kept set is below that over the vocabulary.
-
-        Source: SGLang, pull requests 27408 and 36630.
-
-        Example:
-            >>> Support.from_sglang(
-            ...     [[5, 9]], {"output_token_sampling_logprobs": [[-0.7, -0.7]]}
-            ... ).nnz
-            2
-        """
-        return cls._build(sglang_columns(mask, logprobs), None)
-
-    @classmethod
-    def from_top_logprobs(cls, logprobs: Any, sampled: Any = None) -> "Support":
-        """HEAD rows from an engine's top log-probabilities, of an untruncated request alone.
-
-        No top_p, top_k or min_p may be set, for the trainer normalises over the vocabulary; a
-        temperature may, if the log-probabilities are after it (vLLM: processed ones). The tail
-        mass is `max(0, 1 - sum of q)`.
-
-        Args:
-            logprobs: vLLM's, per token a dict from id to `Logprob`, its dict or a float, or an
-                entry of `logprobs.content`; SGLang's `output_top_logprobs`, per token a list of
-                `(logprob, id, text)`; or the answer that holds either.
-            sampled: per token `(logprob, id)` of the sampled token, added where it is not among
-                the top; by default SGLang's `output_token_logprobs`. vLLM's lists hold it.
-
-        Raises:
-            ValueError: an answer with a sampling mask or without log-probabilities, lengths that
-                do not fit, a token named by its text, an id with probability 0 or unknown.
-
-        Example:
-            >>> top = [{5: -0.7, 9: -1.2}, {4: -0.1}]
-            >>> Support.from_top_logprobs(top).sampler_tail_mass
-            tensor([0.2022, 0.0952])
-        """
-        return cls._build(top_columns(logprobs, sampled), None)
-
-    @classmethod
-    def read_answer(cls, answer: Any, kind: int = RowKind.REPLAY) -> "AnswerRows":
-        """The rows of a whole answer of vLLM or SGLang, with its sampled tokens and their log q.
-
-        Args:
-            answer: vLLM's `CompletionOutput` or a choice of its JSON; SGLang's response, its
-                `meta_info`, or a choice with one.
-            kind: REPLAY for a request with a sampling mask (`from_vllm`, `from_sglang`), HEAD for
-                an untruncated one (`from_top_logprobs`).
-
-        Returns:
-            The support; the sampled tokens' log-probabilities as it holds them, `[N]` float32;
-            their ids, `[N]` int64.
-
-        Raises:
-            ValueError: as those, and for a sampled token whose log-probability is not known.
-
-        Example:
-            >>> mask = {"token_ids": [[5, 9]], "logprobs": [[-0.2, -1.7]]}
-            >>> Support.read_answer({"token_ids": [9], "sampling_mask": mask}).inference_logprobs
-            tensor([-1.7000])
-        """
-        columns, tokens = answer_columns(answer, kind)
-        return AnswerRows(cls._build(columns, None), label_logprobs(columns, tokens), tokens)
-
-    @classmethod
-    def _build(cls, columns: Columns, tail_mass: Any) -> "Support":
-        columns = columns._replace(logprobs=columns.logprobs.detach())
-        ids, logprobs, known, counts, kind = columns
-        offsets = offsets_of(counts)
-        if int(offsets[-1]) != len(ids):
-            raise ValueError(f"counts add up to {int(offsets[-1])} entries, got {len(ids)}")
-        if tail_mass is None:
-            tail_mass = default_tail_mass(columns, offsets)
-        tail_mass = per_row("tail_mass", tail_mass, len(counts), torch.float32, ids.device)
-        return cls(ids, logprobs, known, offsets, kind, tail_mass)
 
     # --- operations ---
 
@@ -402,9 +186,7 @@ class Support:
             5
         """
         supports = list(supports)
-        for i, support in enumerate(supports):
-            if not isinstance(support, Support):
-                raise ValueError(f"supports[{i}] must be a Support, got {type(support).__name__}")
+        _require_supports(supports)
         if not supports:
             return Support.empty(0)
         devices = {support.device for support in supports}
@@ -422,6 +204,84 @@ class Support:
         )
         offsets = offsets_of(torch.cat([s.offsets.diff() for s in supports]))
         return Support(**joined, offsets=offsets, host=host)
+
+    @staticmethod
+    def stack(
+        supports: Iterable["Support | None"],
+        length: int | None = None,
+        *,
+        start: int | Sequence[int] | Tensor = 0,
+    ) -> "Support":
+        """The supports of B sequences as B * L rows: one a token of `[B, L]`, flattened.
+
+        Sequence b has L rows, from row `b * L`: `start` of kind NONE, its own, and again NONE up
+        to L. Of completions padded to C tokens behind prompts padded to P, `stack(supports, C)`
+        has the rows of the completions, `stack(supports, P + C, start=P)` those of all tokens.
+
+        Args:
+            supports: one a sequence; None: a sequence without evidence. (All None: on the CPU.)
+            length: L; by default what the longest sequence takes.
+            start: the row at which each sequence begins, one for all or one a sequence: those
+                padded on the left begin at `L` minus their length.
+
+        Raises:
+            ValueError: a sequence that does not fit into L rows, naming it; as `cat`.
+
+        Example:
+            >>> one = Support.from_rows([([1], [0.0]), ([2], [0.0])])
+            >>> Support.stack([one, None, one[:1]], 3, start=1).kind.view(3, 3).tolist()
+            [[0, 1, 1], [0, 0, 0], [0, 1, 0]]
+        """
+        supports = list(supports)
+        _require_supports(supports, or_none=True)
+        given = [s for s in supports if s is not None]
+        sizes = [0 if s is None else len(s) for s in supports]
+        lengths, first = torch.tensor(sizes, dtype=torch.int64), _per_sequence("start", start)
+        if first.dim() == 1 and first.shape != lengths.shape:
+            raise ValueError(
+                f"start must be one for all or one a sequence [{len(lengths)}], got {len(first)}"
+            )
+        first = first.expand(len(lengths))
+        ends = first + lengths
+        if length is None:
+            length = int(ends.max()) if len(ends) else 0
+        require_count("length", length, 0)
+        length = int(length)  # of NumPy's, perhaps
+        bad = (first < 0) | (ends > length)
+        if bad.any():
+            at = first_row(bad)
+            raise ValueError(
+                f"supports[{at}] must fit into length {length} from start {int(first[at])} on, "
+                f"got {int(lengths[at])} rows"
+            )
+        joined = Support.cat(given)
+        shift = first + length * torch.arange(len(lengths)) - offsets_of(lengths)[:-1]
+        rows = torch.arange(len(joined)) + shift.repeat_interleave(lengths)
+        return joined._spread(rows, length * len(lengths))
+
+    def split(self, lengths: int | Sequence[int] | Tensor) -> list["Support"]:
+        """The rows of each sequence as a support of its own (views, no copies of entries).
+
+        Args:
+            lengths: rows of each sequence, or one number for all; from the host it costs no sync.
+
+        Raises:
+            ValueError: lengths that do not add up to N.
+
+        Example:
+            >>> [len(support) for support in Support.empty(5).split([2, 0, 3])]
+            [2, 0, 3]
+        """
+        sizes, n = _per_sequence("lengths", lengths), len(self)
+        if sizes.dim() == 0:
+            require_count("lengths", int(sizes), 1)
+            sizes = sizes.expand(n // int(sizes))
+        if (sizes < 0).any():
+            at = first_row(sizes < 0)
+            raise ValueError(f"lengths must be 0 or more, got {int(sizes[at])} of sequence {at}")
+        if int(sizes.sum()) != n:
+            raise ValueError(f"lengths must add up to {n} rows, got {int(sizes.sum())}")
+        return [self[start:stop] for start, stop in pairwise(offsets_of(sizes).tolist())]
 
     def select(self, rows: Tensor | Sequence[int]) -> "Support":
         """The given rows in the given order, repeats allowed.
@@ -489,6 +349,26 @@ class Support:
         counts = torch.where(self.kind == RowKind.FAILED, -1, self.offsets.diff())
         return pack_entries(self.ids, logprobs), counts, self.kind, self.sampler_tail_mass
 
+    def to_bytes(self) -> tuple[bytes, bytes, bytes | None, Tensor, Tensor]:
+        """`(ids, counts, logprobs, kind, tail_mass)`: the arguments of `from_bytes`, on the host.
+
+        Log-probabilities are -9999 where q is unknown, and None where no q is known. From a GPU
+        it costs syncs. The first three are prime-rl's `SamplingMask`, where each row is NONE or
+        REPLAY with ids.
+        """
+        known = self.known.cpu()
+        counts = torch.where(self.host.kind == RowKind.FAILED, -1, self.host.offsets.diff())
+        logprobs = None
+        if known.any():
+            logprobs = self.sampler_logprobs.cpu().masked_fill(~known, UNKNOWN_LOGPROB)
+        return (
+            bytes_of_numbers(self.ids),
+            bytes_of_numbers(counts.to(torch.int32)),
+            None if logprobs is None else bytes_of_numbers(logprobs),
+            self.host.kind,
+            self.sampler_tail_mass.cpu(),
+        )
+
     def to_padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(ids [N, K], logprobs [N, K], kind, tail_mass)`: the arguments of `from_padded`.
 
@@ -544,6 +424,18 @@ class Support:
 
     # --- inside ---
 
+    @classmethod
+    def _build(cls, columns: Columns, tail_mass: Any) -> "Support":
+        columns = columns._replace(logprobs=columns.logprobs.detach())
+        ids, logprobs, known, counts, kind = columns
+        offsets = offsets_of(counts)
+        if int(offsets[-1]) != len(ids):
+            raise ValueError(f"counts add up to {int(offsets[-1])} entries, got {len(ids)}")
+        if tail_mass is None:
+            tail_mass = default_tail_mass(columns, offsets)
+        tail_mass = per_row("tail_mass", tail_mass, len(counts), torch.float32, ids.device)
+        return cls(ids, logprobs, known, offsets, kind, tail_mass)
+
     def __getstate__(self) -> dict[str, Tensor]:
         """Tensors alone, which `torch.load` trusts, and no plan: it is of one version of this."""
         state = {name: getattr(self, name) for name in _FIELDS}
@@ -555,6 +447,29 @@ class Support:
         host = HostFacts(*(state[_HOST + name].cpu() for name in HostFacts._fields))
         fields: dict[str, Any] = {name: state[name] for name in _FIELDS}
         Support.__init__(self, **fields, host=host)
+
+    def _spread(self, rows: Tensor, n: int) -> "Support":
+        """n rows, of which row `rows[i]` (host, ascending) is row i of this, the others NONE: all
+        entries stay where they stand."""
+
+        def spread(values: Tensor, elsewhere: float) -> Tensor:
+            places = rows.to(values.device, non_blocking=True)
+            return values.new_full((n,), elsewhere).index_copy(0, places, values)
+
+        host = HostFacts(
+            offsets_of(spread(self.host.offsets.diff(), 0)),
+            spread(self.host.kind, int(RowKind.NONE)),
+            spread(self.host.complete, False),
+        )
+        return Support(
+            ids=self.ids,
+            sampler_logprobs=self.sampler_logprobs,
+            known=self.known,
+            offsets=host.offsets.to(self.device, non_blocking=True),
+            kind=spread(self.kind, int(RowKind.NONE)),
+            sampler_tail_mass=spread(self.sampler_tail_mass, 1.0),
+            host=host,
+        )
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> "Support":
         fields: dict[str, Any] = {name: move(getattr(self, name)) for name in _FIELDS}
@@ -580,12 +495,22 @@ class Support:
         return plan
 
 
-class AnswerRows(NamedTuple):
-    """What an engine's answer says of its N sampled tokens."""
+def _require_supports(supports: list[Any], or_none: bool = False) -> None:
+    for i, support in enumerate(supports):
+        if not isinstance(support, Support) and not (or_none and support is None):
+            wanted = "a Support or None" if or_none else "a Support"
+            raise ValueError(f"supports[{i}] must be {wanted}, got {type(support).__name__}")
 
-    support: Support
-    inference_logprobs: Tensor  # [N] float32, log q of the sampled token
-    token_ids: Tensor  # [N] int64, the sampled tokens
+
+def _per_sequence(name: str, value: Any) -> Tensor:
+    """One integer for all sequences, or one for each, as int64 on the host."""
+    given = numbers(name, value, place="sequence").cpu()
+    given = given.to(torch.int64) if given.numel() == 0 else given
+    if given.dim() > 1 or not is_integral(given):
+        raise ValueError(
+            f"{name} must be an int or one a sequence, got {given.dtype} {tuple(given.shape)}"
+        )
+    return given.to(torch.int64)
 
 
 def _complete(known: Tensor, offsets: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_loss import Support
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 H, V = 6, 11
@@ -56,6 +58,28 @@ def test_the_engine_of_the_readme():
     rows.support.validate(
         rows.labels, V, active=rows.active, inference_logprobs=rows.per_token["inference_logprobs"]
     )
+
+
+def test_supports_on_the_way_to_the_trainer():
+    text = (ROOT / "docs" / "sampler.md").read_text()
+    stacks, flat = (
+        code
+        for code in re.findall(r"```python\n(.*?)```", text, re.S)
+        if "(supports, C" in code or "from_bytes" in code
+    )
+    one = Support.from_rows([([5, 6], [-0.6931, -0.6931]), ([8], [0.0])])
+    names = {"Support": Support, "supports": [one, None], "P": 1, "C": 3}
+    first, second = stacks.split("# Of all", 1)
+    exec(first, names)
+    assert names["support"].kind.tolist() == [1, 1, 0, 0, 0, 0]
+    exec("#" + second, names)
+    assert names["support"].kind.tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
+    ids, counts, logprobs, kind, tail_mass = names["support"].to_bytes()
+    names["mask"] = SimpleNamespace(ids=ids, counts=counts, logprobs=logprobs)
+    exec(flat, names)
+    assert (names["ids"], names["counts"], names["logprobs"]) == (ids, counts, logprobs)
+    assert torch.equal(names["kind"], kind)
+    assert torch.equal(names["tail_mass"], tail_mass)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

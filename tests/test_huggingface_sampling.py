@@ -9,7 +9,7 @@ import pytest
 import torch
 from factory import TINY_MODEL
 
-from rl_loss import LossInputs, RowKind, aligned_rows, fused_lm_head, icepop_loss
+from rl_loss import LossInputs, RowKind, Support, aligned_rows, fused_lm_head, icepop_loss
 from rl_loss.integrations.huggingface import SupportRecorder, logit_options
 
 transformers = pytest.importorskip("transformers", minversion="4.56")
@@ -135,6 +135,54 @@ def test_the_default_dtype_does_not_matter(kind, default):
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("kind", [RowKind.REPLAY, RowKind.HEAD, RowKind.DRAWS])
+@pytest.mark.parametrize("checked", [True, False])
+def test_completions_are_the_rows_of_finish_without_prompt_and_padding(kind, checked):
+    recorder = SupportRecorder(kind, top=4, draws=3)
+    sequences = sample(make(ends=4.0), recorder, **SAMPLERS["full"])
+    recorded, (batch, length) = recorder.finish(sequences), sequences.shape
+    completions = recorder.completions(sequences if checked else None)
+    assert len(completions) == batch
+    lengths = recorded.loss_mask.sum(1).tolist()
+    assert len(set(lengths)) > 1  # some ended early
+    for b, (token_ids, support, inference_logprobs) in enumerate(completions):
+        own = slice(5, 5 + lengths[b])
+        assert token_ids.tolist() == sequences[b, own].tolist()
+        assert (token_ids[:-1] != EOS).all()
+        assert torch.equal(inference_logprobs, recorded.inference_logprobs[b, own])
+        expected = recorded.support[b * length : (b + 1) * length][own]
+        assert (support.kind == kind).all()
+        for one, other in zip(support.to_packed(), expected.to_packed(), strict=True):
+            assert torch.equal(one, other)
+        for tensor in (token_ids, inference_logprobs):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    # And back: as rows of all tokens, and of the completions alone.
+    supports = [one.support for one in completions]
+    for rows, mask in [
+        (Support.stack(supports, length, start=5), recorded.loss_mask),
+        (Support.stack(supports), recorded.loss_mask[:, 5 : 5 + max(lengths)]),
+    ]:
+        assert torch.equal(rows.kind.view(mask.shape) == kind, mask)
+        held, wanted = rows.select(mask.flatten()), Support.cat(supports)
+        for one, other in zip(held.to_packed(), wanted.to_packed(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_completions_of_a_step_that_generate_took_back():
+    """What follows the end of all sequences belongs to none of them."""
+    recorder = SupportRecorder()
+    sequences = sample(make(ends=4.0), recorder, max_new_tokens=40, **SAMPLERS["full"])
+    assert sequences.shape[1] < 45  # all ended
+    expected = [one.token_ids.tolist() for one in recorder.completions(sequences)]
+    assert all(ids[-1] == EOS for ids in expected)
+    recorder._scores = torch.zeros(len(sequences), V)
+    ended = torch.ones(len(sequences), dtype=torch.bool)
+    recorder.record(torch.cat([sequences, sequences[:, -1:]], 1), ended)
+    for completions in (recorder.completions(sequences), recorder.completions()):
+        assert [one.token_ids.tolist() for one in completions] == expected
+        assert [len(one.support) for one in completions] == [len(ids) for ids in expected]
+
+
 class StopsAt(transformers.StoppingCriteria):
     """Ends a row at one token, as a stop string does."""
 
@@ -202,17 +250,20 @@ def test_sequences_that_were_not_recorded_are_refused():
     recorder = SupportRecorder()
     with pytest.raises(ValueError, match=r"sequences: nothing was recorded"):
         recorder.finish(PROMPTS)
+    with pytest.raises(ValueError, match=r"sequences: nothing was recorded"):
+        recorder.completions()
     sequences = sample(make(), recorder, max_new_tokens=3)
     changed = sequences.clone()
     changed[3, 6] += 1
-    with pytest.raises(ValueError, match=r"sequences\[3\] is not the sequence"):
-        recorder.finish(changed)
-    with pytest.raises(ValueError, match=r"sequences must be \[6, 8\].*got \(5, 8\)"):
-        recorder.finish(sequences[:5])
-    with pytest.raises(ValueError, match=r"sequences must be \[6, 8\].*got \(6, 5\)"):
-        recorder.finish(PROMPTS)
-    with pytest.raises(ValueError, match=r"sequences must be .*got list"):
-        recorder.finish([1])
+    for read in (recorder.finish, recorder.completions):
+        with pytest.raises(ValueError, match=r"sequences\[3\] is not the sequence"):
+            read(changed)
+        with pytest.raises(ValueError, match=r"sequences must be \[6, 8\].*got \(5, 8\)"):
+            read(sequences[:5])
+        with pytest.raises(ValueError, match=r"sequences must be \[6, 8\].*got \(6, 5\)"):
+            read(PROMPTS)
+        with pytest.raises(ValueError, match=r"sequences must be .*got list"):
+            read([1])
 
 
 @pytest.mark.parametrize("kind", [RowKind.HEAD, RowKind.DRAWS])
@@ -309,6 +360,32 @@ def test_the_closed_loop_of_a_head_that_peft_trains_whole():
     trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     assert head.modules_to_save["default"].weight.grad.abs().max() > 0
     assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_the_closed_loop_of_a_trainer_that_carries_lists():
+    """Completions shuffled one by one, then the rows of their tokens alone: nothing is shifted."""
+    model, recorder = make(ends=2.0), SupportRecorder()
+    sequences = sample(model, recorder, **SAMPLERS["top_p"])
+    completions, order = recorder.completions(sequences), [4, 0, 5, 2, 1, 3]
+    completions, sequences = [completions[i] for i in order], sequences[order]
+    length = sequences.shape[1] - 5
+    lengths = torch.tensor([len(one.token_ids) for one in completions])
+    active = torch.arange(length) < lengths[:, None]
+    assert not active.all()
+    hidden = model.base_model(sequences, use_cache=False).last_hidden_state[:, 4:-1]
+    out = fused_lm_head(
+        hidden,
+        model.get_output_embeddings().weight,
+        sequences[:, 5:],
+        Support.stack([one.support for one in completions], length),
+        temperature=0.8,
+        active=active,
+        **logit_options(model),
+    )
+    q = torch.nn.utils.rnn.pad_sequence([one.inference_logprobs for one in completions], True)
+    ratio = (out.logprobs - q).exp()[active]
+    assert len(ratio) > 20
+    assert (ratio - 1).abs().max() < RATIO_ERROR
 
 
 def test_without_replay_or_at_another_temperature_the_loop_does_not_close():

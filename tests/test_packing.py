@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import PROPERTY
 
-from rl_loss.packing import pack_entries, unpack_entries
+from rl_loss.packing import bytes_of_numbers, numbers_of_bytes, pack_entries, unpack_entries
 
 # float32 bit patterns: 0, -0, smallest and largest denormals of both signs, 1, -1, the largest
 # finite numbers, infinities, quiet and signalling NaN of both signs with payloads.
@@ -144,3 +144,16 @@ def test_lists_are_named():
 def test_wrong_dtype_of_unpack(dtype):
     with pytest.raises(ValueError, match=f"packed must be int64, got {dtype}"):
         unpack_entries(torch.zeros(3, dtype=dtype))
+
+
+def test_plain_bytes_keep_every_bit():
+    ids, logprobs = torch.tensor(IDS, dtype=torch.int32), floats_of(BITS)
+    assert bytes_of_numbers(ids) == struct.pack(f"={len(IDS)}i", *IDS)
+    assert bytes_of_numbers(logprobs) == struct.pack(f"={len(BITS)}I", *BITS)
+    assert torch.equal(numbers_of_bytes("ids", bytes_of_numbers(ids), torch.int32), ids)
+    back = numbers_of_bytes("logprobs", bytes_of_numbers(logprobs), torch.float32)
+    assert torch.equal(back.view(torch.int32), logprobs.view(torch.int32))
+    strided = torch.arange(12, dtype=torch.int32)[::3]
+    assert bytes_of_numbers(strided) == struct.pack("=4i", 0, 3, 6, 9)
+    assert bytes_of_numbers(ids[:0]) == b""
+    assert numbers_of_bytes("ids", b"", torch.int32).tolist() == []

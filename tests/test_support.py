@@ -6,6 +6,8 @@ import math
 import pickle
 import re
 import unittest.mock
+from collections.abc import Iterable
+from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from strategies import (
     PROPERTY,
     STRIDE,
+    TaggedRow,
     assert_dtypes,
     assert_host_facts,
     assert_rows,
@@ -116,6 +119,17 @@ def test_the_default_tail_is_summed_in_float64():
     torch.testing.assert_close(tail[0].double(), exact, rtol=1e-6, atol=0)
     assert 5e-7 < tail[0] < 1.5e-6
     assert tail[1:].tolist() == [0, 0]
+
+
+@PROPERTY
+@given(tagged_rows(kinds=(REPLAY, DRAWS, NONE, FAILED)), st.booleans())
+def test_the_default_tail_of_a_row_is_the_same_beside_any_other(rows, complete):
+    """Where all rows are whole nothing is summed, and among others each is."""
+    pairs = [(row.ids, row.logprobs, [True if complete else k for k in row.known]) for row in rows]
+    kinds = [int(row.kind) for row in rows]
+    alone = Support.from_rows(pairs, kind=kinds).sampler_tail_mass
+    beside = Support.from_rows([*pairs, ([1, 2], [-1.0, -1.0])], kind=[*kinds, HEAD])
+    assert torch.equal(beside.sampler_tail_mass[:-1], alone)
 
 
 @pytest.mark.parametrize("tail_mass", [0.25, [0.25, 0.25], torch.tensor([0.25, 0.25])])
@@ -616,6 +630,8 @@ def built_everywhere():
         Support.from_padded(ids, logprobs.double(), kind=HEAD),
     ]
     made += [Support.cat(made), made[1][1:], made[2].select([1, 1, 0]), made[1].replace()]
+    made += [Support.stack([made[0], None, made[1]], 4, start=[0, 4, 1]), *made[2].split(1)]
+    made += [Support.from_bytes(*s.to_bytes()) for s in made]
     made += [Support.from_padded(*s.to_padded()) for s in made]
     made += [Support.from_packed(*s.to_packed()) for s in made]
     return made + [pickle.loads(pickle.dumps(s)) for s in made]
@@ -702,6 +718,203 @@ def test_concatenation(first, second, third):
         Support.cat([whole[cut:], whole[:cut]]),
         (first + second + third)[cut:] + (first + second + third)[:cut],
     )
+
+
+def filler(count):
+    return [TaggedRow(0, NONE, [], [], [], tail_mass=1.0)] * count
+
+
+def assert_same_bits(one, other):
+    """Every field, and what the host knows, bit for bit; also what no one may read."""
+    for name in fields():
+        got, wanted = getattr(one, name), getattr(other, name)
+        assert (got.dtype, got.device) == (wanted.dtype, wanted.device)
+        if got.dtype == torch.float32:
+            got, wanted = got.view(torch.int32), wanted.view(torch.int32)
+        assert torch.equal(got, wanted), name
+    for got, wanted in zip(one.host, other.host, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@st.composite
+def sequences(draw):
+    """Rows of up to four sequences (None: without evidence), and where each begins."""
+    count = draw(st.integers(0, 4))
+    rows = [draw(st.none() | tagged_rows(start=100 * b, max_rows=4)) for b in range(count)]
+    return rows, draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+
+
+@PROPERTY
+@given(sequences(), st.integers(0, 2), st.booleans())
+def test_stacked_sequences(made, room, given_length):
+    rows, starts = made
+    supports = [None if one is None else build(one) for one in rows]
+    rows = [one or [] for one in rows]
+    longest = max((at + len(one) for at, one in zip(starts, rows, strict=True)), default=0)
+    length = longest + room if given_length else longest
+    expected = []
+    for one, at in zip(rows, starts, strict=True):
+        expected += [*filler(at), *one, *filler(length - at - len(one))]
+    stacked = Support.stack(iter(supports), length if given_length else None, start=starts)
+    assert_rows(stacked, expected)
+    # The same by operations on single sequences.
+    parts = [one if one is not None else Support.empty(0) for one in supports]
+    each = [
+        Support.cat([Support.empty(at), one, Support.empty(length - at - len(one))])
+        for at, one in zip(starts, parts, strict=True)
+    ]
+    assert_same_bits(stacked, Support.cat(each))
+    at = max(starts, default=0)
+    together = Support.stack(supports, length + at, start=at)
+    apart = Support.stack(supports, length + at, start=torch.full((len(rows),), at).byte())
+    assert_same_bits(together, apart)
+
+
+@PROPERTY
+@given(tagged_rows(), st.integers(0, 4), st.data())
+def test_split_undoes_cat_and_stack(rows, cut, data):
+    """From a slice too, whose entries do not begin where their storage does."""
+    support, rows = build(rows)[cut:], rows[cut:]
+    cuts = data.draw(st.lists(st.integers(0, len(rows)), max_size=4))
+    bounds = [0, *sorted(cuts), len(rows)]
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    for form in (lengths, tuple(lengths), torch.tensor(lengths, dtype=torch.int16)):
+        parts = support.split(form)
+        assert len(parts) == len(lengths)
+        for part, (start, stop) in zip(parts, pairwise(bounds), strict=True):
+            assert_rows(part, rows[start:stop])
+            assert part.ids.data_ptr() == support[start:stop].ids.data_ptr()  # a view
+        assert_same_bits(Support.cat(parts), support)
+    longest = max(lengths) + 1
+    padded = Support.stack(parts, longest)
+    back = [one[:n] for one, n in zip(padded.split(longest), lengths, strict=True)]
+    assert_same_bits(Support.cat(back), support)
+    held = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    assert_same_bits(padded.select(held.flatten()), support)
+    # Padded on the left.
+    left = Support.stack(parts, longest, start=[longest - n for n in lengths])
+    assert_same_bits(left.select(held.flip(1).flatten()), support)
+
+
+def test_sequences_that_do_not_fit_are_named():
+    two, three = build(mixed_rows(2)), build(mixed_rows(3))
+    for supports, options, message in [
+        (
+            [two, three],
+            {"length": 2},
+            r"supports\[1\] must fit into length 2 from start 0 on.* 3 rows",
+        ),
+        (
+            [two, None, two],
+            {"length": 3, "start": [1, 4, 2]},
+            r"supports\[1\] .* start 4 on, got 0",
+        ),
+        ([two, two], {"length": 3, "start": 2}, r"supports\[0\] .* from start 2 on, got 2 rows"),
+        ([two, two], {"start": [0, -1]}, r"supports\[1\] must fit .* from start -1 on"),
+        ([two, two], {"start": [0]}, r"start must be one for all or one a sequence \[2\], got 1"),
+        ([two, two], {"start": 0.5}, "start must be an int or one a sequence, got torch.float32"),
+        ([two, two], {"start": [0, None]}, "start must be numbers, got None in sequence 1"),
+        ([two], {"length": -1}, "length must be an int of at least 0, got -1"),
+        ([two], {"length": 2.0}, "length must be an int of at least 0, got 2.0"),
+        ([None, 3, two], {}, r"supports\[1\] must be a Support or None, got int"),
+        ([two, two.to("meta")], {}, "supports must be on one device, got .'cpu', 'meta'."),
+    ]:
+        with refused(message):
+            Support.stack(supports, **options)
+    support = build(mixed_rows(6))
+    for lengths, message in [
+        ([2, 3], "lengths must add up to 6 rows, got 5"),
+        ([4, 3], "lengths must add up to 6 rows, got 7"),
+        ([7, -1], "lengths must be 0 or more, got -1 of sequence 1"),
+        ([], "lengths must add up to 6 rows, got 0"),
+        (4, "lengths must add up to 6 rows, got 4"),
+        (0, "lengths must be an int of at least 1, got 0"),
+        (2.0, "lengths must be an int or one a sequence, got torch.float32"),
+        ([[6]], r"lengths must be an int or one a sequence, got torch.int64 \(1, 1\)"),
+        ([3, "b"], "lengths must be numbers, got 'b' in sequence 1"),
+    ]:
+        with refused(message):
+            support.split(lengths)
+
+
+def test_no_sequences_and_sequences_of_one_length():
+    rows = mixed_rows(6)
+    support = build(rows)
+    for i, part in enumerate(support.split(2)):
+        assert_rows(part, rows[2 * i : 2 * i + 2])
+    assert [len(part) for part in support.split(6)] == [6]
+    assert support[:0].split(3) == support[:0].split([]) == []
+    assert_rows(Support.stack([]), [])
+    assert_rows(Support.stack([], 5), [])
+    assert_rows(Support.stack([None, None], 2), filler(4))
+    assert_rows(Support.stack([None, support[:0]]), [])
+    one = Support.stack([support])
+    assert_same_bits(one, support)
+    assert one.ids.data_ptr() != support.ids.data_ptr()
+
+
+# --- supports as objects, one a sequence ---
+
+
+def arrays(numpy, supports):
+    """NumPy's ways to an array of objects."""
+    by_slice, by_index = (numpy.empty(len(supports), dtype=object) for _ in range(2))
+    by_slice[:] = supports
+    for i, support in enumerate(supports):
+        by_index[i] = support
+    yield from (by_slice, by_index, numpy.array(supports, dtype=object), numpy.array(supports))
+    yield numpy.fromiter(supports, dtype=object, count=len(supports))
+    yield numpy.concatenate([numpy.array(supports[:2]), numpy.array(supports[2:], dtype=object)])
+    yield numpy.array([supports] * 2, dtype=object)[1]
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 0, 2], [2, 2, 2], [1], [5, 0]])
+def test_an_array_of_objects_holds_supports(sizes):
+    """As verl carries what is no tensor: cut, joined, reordered, repeated, sent."""
+    numpy = pytest.importorskip("numpy")
+    rows = [mixed_rows(size, start=100 * i) for i, size in enumerate(sizes)]
+    supports = [build(one) for one in rows]
+    for array in arrays(numpy, supports):
+        assert array.shape == (len(sizes),)
+        assert array.dtype == object
+        assert all(got is support for got, support in zip(array, supports, strict=True))
+    alone = numpy.asarray(supports[0])
+    assert alone.shape == ()
+    assert alone[()] is supports[0]
+    assert all(one is supports[0] for one in numpy.full(3, supports[0]))
+    picks = [i % len(sizes) for i in (2, 0, 3, 0)]
+    for got, wanted in [
+        (numpy.concatenate(numpy.array_split(array, 2)), range(len(sizes))),
+        (array[numpy.array(picks)], picks),
+        (array[::-1], range(len(sizes))[::-1]),
+        (array[numpy.arange(len(sizes)) > 0], range(1, len(sizes))),
+        (numpy.repeat(array, 2), [i // 2 for i in range(2 * len(sizes))]),
+        (copy.copy(array), range(len(sizes))),
+        (copy.deepcopy(array), range(len(sizes))),
+        (pickle.loads(pickle.dumps(array)), range(len(sizes))),
+        (pickle.loads(pickle.dumps(array[:1])), [0]),
+    ]:
+        assert got.dtype == object
+        for support, i in zip(got, wanted, strict=True):
+            assert_rows(support, rows[i])
+    assert_rows(Support.cat(array), [row for one in rows for row in one])
+    assert len(Support.stack(array, 6)) == 6 * len(sizes)
+    padded = numpy.array([*supports, None], dtype=object)
+    assert padded.shape == (len(sizes) + 1,)
+    assert len(Support.stack(padded, 6)) == 6 * len(padded)
+    with pytest.raises((TypeError, ValueError)):
+        numpy.array(supports, dtype=float)
+
+
+def test_a_support_is_no_iterable():
+    """Row by row it would be a thousand small supports, each with a plan of its own."""
+    support = build(mixed_rows(3))
+    assert not isinstance(support, Iterable)
+    for use in (iter, list, set, enumerate, lambda one: [*one], lambda one: 1 in one):
+        with pytest.raises(TypeError, match="is not iterable"):
+            use(support)
+    with pytest.raises((TypeError, ValueError)):
+        torch.as_tensor(support)
 
 
 @PROPERTY
@@ -839,7 +1052,11 @@ def test_a_move_takes_the_rows_and_leaves_the_facts(rows, start, stop):
     far = support.to("meta")
     moved = Support.cat([far[start:stop], far]).select([0] if len(rows) else [])
     near = Support.cat([support[start:stop], support]).select([0] if len(rows) else [])
-    for there, here in ((far, support), (moved, near), (far[start:stop], support[start:stop])):
+    stacked = Support.stack([far[start:stop], None, far], start=1)
+    beside = Support.stack([support[start:stop], None, support], start=1)
+    pairs = [(far, support), (moved, near), (far[start:stop], support[start:stop])]
+    pairs += [(stacked, beside), *zip(far.split(1), support.split(1), strict=True)]
+    for there, here in pairs:
         assert there.device.type == "meta"
         for fact, expected in zip(there.host, here.host, strict=True):
             assert fact.device.type == "cpu"

@@ -104,6 +104,15 @@ class RecordedRows(NamedTuple):
     loss_mask: Tensor  # [B, T] bool, the tokens that were sampled, the end-of-sequence included
 
 
+class Completion(NamedTuple):
+    """The T tokens that were sampled of one sequence, the end-of-sequence included, and what
+    `SupportRecorder` recorded of them, on the host."""
+
+    token_ids: Tensor  # [T] int64
+    support: Support  # T rows
+    inference_logprobs: Tensor  # [T] float32, log q of each token
+
+
 # Options of `generate` that exclude ids, and their values that do not.
 _TRUNCATING: dict[str, tuple[float, ...]] = {
     "top_k": (0,),
@@ -255,34 +264,71 @@ class SupportRecorder:
         Raises:
             ValueError: sequences that are not those that were recorded.
         """
+        support, _, logprobs, sampled = self._by_sequence(sequences)
+        batch, prompt = self._prompts.shape
+        none = torch.zeros(batch, prompt, dtype=torch.float32)
+        parts = support.split(sampled.sum(1))
+        return RecordedRows(
+            Support.stack(parts, prompt + sampled.shape[1], start=prompt),
+            torch.cat([none, logprobs], 1),
+            torch.cat([none.bool(), sampled], 1),
+        )
+
+    def completions(self, sequences: Tensor | None = None) -> list[Completion]:
+        """What was sampled of each sequence by the last `generate`, without prompt and padding.
+
+        For trainers that carry a list with an item a sequence, to be shuffled and cut: of those
+        that are left `Support.stack` makes the rows of a batch.
+
+        Args:
+            sequences: as in `finish`, to be checked; None: nothing is checked.
+
+        Raises:
+            ValueError: as `finish`.
+
+        Example:
+            >>> completions = recorder.completions()  # doctest: +SKIP
+            >>> support = Support.stack(  # doctest: +SKIP
+            ...     [one.support for one in completions], completion_ids.shape[1]
+            ... )
+        """
+        support, tokens, logprobs, sampled = self._by_sequence(sequences)
+        lengths = sampled.sum(1).tolist()
+        token_ids, inference = (x[sampled].split(lengths) for x in (tokens, logprobs))
+        return [
+            Completion(ids.clone(), rows, q.clone())  # one that is sent takes no other along
+            for ids, rows, q in zip(token_ids, support.split(lengths), inference, strict=True)
+        ]
+
+    def _by_sequence(self, sequences: Tensor | None) -> tuple[Support, Tensor, Tensor, Tensor]:
+        """The rows of the sampled tokens, sequence by sequence; tokens, their log q and whether
+        they were sampled, `[B, steps]` on the host."""
         if not self._steps:
             raise ValueError(
                 "sequences: nothing was recorded; was generate called with "
                 "custom_generate=recorder.sample?"
             )
-        (batch, prompt), shape = self._prompts.shape, tuple(getattr(sequences, "shape", ()))
-        if len(shape) != 2 or shape[0] != batch or not 0 < shape[1] - prompt <= len(self._steps):
-            raise ValueError(
-                f"sequences must be [{batch}, {prompt + len(self._steps)}], as recorded, got "
-                f"{shape or type(sequences).__name__}"
-            )
-        steps = shape[1] - prompt  # generate may look for the end late, and take a step back
+        (batch, prompt), steps = self._prompts.shape, len(self._steps)
+        if sequences is not None:
+            shape = tuple(getattr(sequences, "shape", ()))
+            if len(shape) != 2 or shape[0] != batch or not 0 < shape[1] - prompt <= steps:
+                raise ValueError(
+                    f"sequences must be [{batch}, {prompt + steps}], as recorded, got "
+                    f"{shape or type(sequences).__name__}"
+                )
+            steps = shape[1] - prompt  # generate may look for the end late, and take a step back
         columns = zip(*self._steps[:steps], strict=True)
-        tokens, logprobs, sampled = (torch.stack(column).cpu() for column in columns)  # [steps, B]
-        wrong = (sequences.cpu() != torch.cat([self._prompts.cpu(), tokens.T], 1)).any(1)
-        if wrong.any():
-            row = int(wrong.int().argmax())
-            raise ValueError(f"sequences[{row}] is not the sequence that was recorded")
-        # Recorded step by step; wanted sequence by sequence, row 0 for tokens without evidence.
-        recorded = torch.zeros_like(tokens, dtype=torch.int64)
-        recorded[sampled] = torch.arange(1, int(sampled.sum()) + 1)
-        none = torch.zeros(batch, prompt, dtype=torch.float32)
-        rows = torch.cat([none.long(), recorded.T], 1).flatten()
-        return RecordedRows(
-            Support.cat([Support.empty(1), *self._supports[:steps]]).select(rows),
-            torch.cat([none, logprobs.T], 1),
-            torch.cat([none.bool(), sampled.T], 1),
-        )
+        tokens, logprobs, sampled = (torch.stack(column, 1).cpu() for column in columns)
+        if sequences is not None:
+            wrong = (sequences.cpu() != torch.cat([self._prompts.cpu(), tokens], 1)).any(1)
+            if wrong.any():
+                row = int(wrong.int().argmax())
+                raise ValueError(f"sequences[{row}] is not the sequence that was recorded")
+        # Recorded step by step, of each the rows not ended; wanted sequence by sequence.
+        recorded = torch.zeros_like(tokens.T, dtype=torch.int64)
+        recorded[sampled.T] = torch.arange(int(sampled.sum()))
+        support = Support.cat(self._supports[:steps]).select(recorded.T[sampled])
+        return support, tokens, logprobs, sampled
 
 
 class _Watched:
