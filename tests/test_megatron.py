@@ -1,7 +1,8 @@
 """A real GPTModel of megatron-core with our output processor, against its own logits."""
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from rl_loss.integrations.megatron import OutputContext, output_processor, paral
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 V, PADDED, H, S = 29, 32, 8, 6
+PAGE = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text()
+ON_PAGE: dict[str, Any] = {}
+exec("from rl_loss" + PAGE.partition("`parallel_head` goes")[2].partition("from rl_loss")[2]
+     .partition("```")[0], ON_PAGE)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -155,6 +160,12 @@ def check(rank: int, case: Case) -> None:
         ),
     )
     assert head.logprobs.shape == (case.batch, S)
+    with torch.no_grad():  # without the hook: as the page does it
+        context = OutputContext(rows.labels, rows.support, active=rows.active, vocab_size=V)
+        found = ON_PAGE["hybrid_head"](model, context, *inputs)
+        hooked = model(*inputs, output_processor=output_processor, output_processor_context=context)
+        assert case.mup or torch.equal(found.logprobs, hooked.logprobs)
+        assert "forward" not in vars(model.output_layer)
     near = {"rtol": 0, "atol": 1e-5}  # float32 logits of size 5, of two orders of summation
     torch.testing.assert_close(head.logprobs, plain.logprobs, **near)
     torch.testing.assert_close(head.support_logprobs, plain.support_logprobs, **near)
