@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("factory")
+pytest.register_assert_rewrite("factory", "trl_runs")
 
 from interpreter import DEVICE  # noqa: E402
 

@@ -21,9 +21,12 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl_runs import (
+    FLOOR,
+    assert_plain,
     kept_logprobs,
-    our_loss,
+    plain,
     prompts,
+    sampled_tokens,
     tiny_model,
     trainer,
     trls_loss,
@@ -34,42 +37,7 @@ from rl_loss.integrations.huggingface import SupportRecorder
 from rl_loss.integrations.sampled_logprobs import support_of
 from rl_loss.integrations.trl import ReplayMixin
 
-FLOOR = 16 * torch.finfo(torch.float32).eps  # of a gradient's largest, beside twice torch's own
-
-
-def plain(step, make, loss, dtype, *, tokens=None, temperature=1.0, beta=0.0, ref=None, aux=0.0):
-    """The gradients of an optimizer step, from the logits of an unpatched model."""
-    model = make().to(dtype).train()
-    model.load_state_dict(step.weights)
-    of_one = trls_loss if loss is None else partial(our_loss, loss)
-    tokens = tokens or sum(sampled_tokens(one) for one in step.micro)
-    total = torch.zeros((), dtype=dtype)
-    for inputs in step.micro:
-        kept = kept_logprobs(model, inputs, temperature)
-        other = None
-        if beta:
-            with torch.no_grad():
-                other = ref(model, dtype, inputs).token
-        total = total + of_one(kept, inputs, other, beta) / tokens
-        if aux:
-            total = total + aux * kept.aux_loss / len(step.micro)
-    total.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def sampled_tokens(inputs):
-    return int((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum())
-
-
-def assert_plain(step, make, loss, **options):
-    wide, narrow = (plain(step, make, loss, t, **options) for t in (torch.float64, torch.float32))
-    largest = max(float(grad.abs().max()) for grad in wide.values())
-    assert step.grads.keys() == wide.keys()
-    assert largest > 1e-4
-    for name, exact in wide.items():
-        allowed = 2 * float((narrow[name] - exact).abs().max()) + FLOOR * largest
-        assert float((step.grads[name] - exact).abs().max()) <= allowed, name
-
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 # --- gradients ---
 
@@ -326,7 +294,7 @@ def test_evaluation(tmp_path, loss):
         wanted = -(inputs["advantages"][:, None] * kept.mask).sum() / sampled_tokens(inputs)
         torch.testing.assert_close(inputs["loss"], wanted, atol=1e-5, rtol=0)
     entropy = sum(
-        float(-(k.all.exp() * k.all.clamp(min=-1e30)).sum(-1)[k.mask].sum())
+        float(-(k.all.detach().exp() * k.all.detach().clamp(min=-1e30)).sum(-1)[k.mask].sum())
         for k in (kept_logprobs(tiny_model(), inputs) for inputs in batches)
     ) / sum(map(sampled_tokens, batches))
     if loss is not None:  # TRL's own is the mean of the batches' means

@@ -16,6 +16,8 @@ from trl_runs import ENDS, prompts, tiny_model, tokenizer, trainer
 from rl_loss import RowKind
 from rl_loss.integrations.huggingface import SupportRecorder
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
 LOSSES = (None, "ipo", "reinforce")
 
 

@@ -12,12 +12,13 @@ from rl_loss import RowKind
 pytest.importorskip("trl")
 
 import vllm_fakes
-from test_trl import assert_plain, kept_logprobs
 from transformers import Qwen3ForCausalLM
 from trl.generation import vllm_client, vllm_generation
-from trl_runs import ENDS, tiny_model, trainer
+from trl_runs import ENDS, assert_plain, kept_logprobs, tiny_model, trainer
 
 from rl_loss.integrations import trl_vllm
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
 @pytest.fixture

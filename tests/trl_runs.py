@@ -1,6 +1,7 @@
 """Runs of TRL's trainer on tiny models, watched, and the same steps computed plainly."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+FLOOR = 16 * torch.finfo(torch.float32).eps  # of a gradient's largest, beside twice torch's own
 ENDS = [EOS, *range(20, 40)]  # that completions may be of all lengths
 
 
@@ -224,3 +226,37 @@ def our_loss(
         x = ref - kept.token
         loss = loss + beta * (x.exp() - x - 1)
     return (loss * kept.mask).sum()
+
+
+def plain(step, make, loss, dtype, *, tokens=None, temperature=1.0, beta=0.0, ref=None, aux=0.0):
+    """The gradients of an optimizer step, from the logits of an unpatched model."""
+    model = make().to(dtype).train()
+    model.load_state_dict(step.weights)
+    of_one = trls_loss if loss is None else partial(our_loss, loss)
+    tokens = tokens or sum(sampled_tokens(one) for one in step.micro)
+    total = torch.zeros((), dtype=dtype)
+    for inputs in step.micro:
+        kept = kept_logprobs(model, inputs, temperature)
+        other = None
+        if beta:
+            with torch.no_grad():
+                other = ref(model, dtype, inputs).token
+        total = total + of_one(kept, inputs, other, beta) / tokens
+        if aux:
+            total = total + aux * kept.aux_loss / len(step.micro)
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def sampled_tokens(inputs):
+    return int((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum())
+
+
+def assert_plain(step, make, loss, **options):
+    wide, narrow = (plain(step, make, loss, t, **options) for t in (torch.float64, torch.float32))
+    largest = max(float(grad.abs().max()) for grad in wide.values())
+    assert step.grads.keys() == wide.keys()
+    assert largest > 1e-4
+    for name, exact in wide.items():
+        allowed = 2 * float((narrow[name] - exact).abs().max()) + FLOOR * largest
+        assert float((step.grads[name] - exact).abs().max()) <= allowed, name
