@@ -630,6 +630,7 @@ def test_low_precision(name, how):
 def test_accelerate(order):
     """Its mixed precision wraps a model's forward, as the patch does."""
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of another test's
     model = make("Gemma2", torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         plain = model(**ROWS.model)

@@ -371,7 +371,7 @@ def test_the_mean_ratio_is_1_and_without_replay_the_kept_mass(tmp_path, sampler,
         for i, one in enumerate(inputs["supports"])
         for t in range(len(one))
     ]
-    torch.testing.assert_close(full[mask].exp(), torch.stack(mass), atol=1e-5, rtol=0)
+    torch.testing.assert_close(full[mask].exp(), torch.stack(mass), atol=5e-5, rtol=0)
     # A sequence's ratio, which is what TRL cuts at 3 with vLLM, is lost altogether.
     whole = mask.all(1)
     assert full[whole].sum(1).exp().mean() < 0.1
