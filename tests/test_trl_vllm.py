@@ -4,6 +4,8 @@ No engine of vLLM runs here. `VLLMGeneration`, `VLLMClient` (over HTTP) and the 
 `vllm_fakes` stands for what they import of vllm.
 """
 
+import os
+
 import pytest
 import torch
 
@@ -19,6 +21,15 @@ from trl_runs import ENDS, assert_plain, kept_logprobs, tiny_model, trainer
 from rl_loss.integrations import trl_vllm
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def environment_of_its_own():
+    """TRL tells a colocated engine its rank through the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture
