@@ -37,9 +37,9 @@ def truncated(dtype: torch.dtype) -> float:
 
 
 def rounded_twice(allowed, dtype: torch.dtype):
-    """What passes where gradients come of blocks of logits: on a GPU that of every product is
-    rounded to bfloat16, before the sum is."""
-    if DEVICE != "cuda" or dtype != torch.bfloat16:
+    """What passes where gradients come of blocks of logits: that of every product is rounded to
+    half precision, to bfloat16 on a GPU alone, before the sum is."""
+    if dtype != torch.float16 and (DEVICE != "cuda" or dtype != torch.bfloat16):
         return allowed
     unit = torch.finfo(dtype).eps
     return allowed._replace(grads=[share + unit for share in allowed.grads])

@@ -111,7 +111,7 @@ def test_replay_rows(dtype, entropy, options, monkeypatch):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("entropy", [None, "support", "full"])
 @pytest.mark.parametrize("full", [False, True])
 def test_mixed_rows(dtype, entropy, full):

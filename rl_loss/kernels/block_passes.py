@@ -170,11 +170,13 @@ def _grads_kernel(
     d_labels,  # [N]
     d_tails,  # [N]
     d_entropy,  # [N]
+    up,  # [R] powers of two that rows are multiplied with
     one_temperature,
     first,
     B,
     sr,
     sd,
+    SCALED: tl.constexpr,
     TAIL: tl.constexpr,
     ENTROPY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -208,6 +210,9 @@ def _grads_kernel(
     if ENTROPY:
         d_h = tl.load(d_entropy + row)
         h = tl.load(entropy + row)
+    power = tl.full([], 1.0, dtype=ACC)
+    if SCALED:
+        power = tl.load(up + at_row)
     for at in range(0, B, BLOCK):
         column = at + tl.arange(0, BLOCK)
         held = column < B
@@ -222,6 +227,8 @@ def _grads_kernel(
             g -= p * (tl.where(p == 0, 0.0, logp) + h) * d_h
         g = tl.where(x == float("-inf"), 0.0, g * derivative(z, inverse, SOFTCAP, SCALE))
         g = tl.where(broken, 0.0, g)
+        if SCALED:
+            g *= power
         tl.debug_barrier()
         tl.store(dz + at_row * sd + column, g.to(dz.dtype.element_ty), mask=held)
 
@@ -290,15 +297,16 @@ def to_grads(
     saved: RowOutputs,
     upstreams: Upstreams,
     over_v: Tensor,  # [4, N] EntryGrads.over_v
+    up: Tensor | None = None,  # [R]
 ) -> Tensor:
-    """The gradient of the products, `[R, B]` in `dtype`, in their memory."""
+    """The gradient of the products, `[R, B]` in `dtype`, in their memory; each row times `up`."""
     raw, logits = block.raw, call.logit
     dz = raw.view(dtype)[:, : raw.shape[1]]
     if len(block.rows):
         _grads_kernel[(len(block.rows),)](
             raw, dz, block.rows, block.bias, logits.temperature, call.rows.labels, saved.lse_v,
-            saved.state, saved.tail_logprobs, saved.entropy, *over_v, logits.one_temperature,
-            block.first, raw.shape[1], raw.stride(0), dz.stride(0),
+            saved.state, saved.tail_logprobs, saved.entropy, *over_v, up, logits.one_temperature,
+            block.first, raw.shape[1], raw.stride(0), dz.stride(0), SCALED=up is not None,
             TAIL=upstreams.tail_logprobs is not None and call.scalars.any_head,
             ENTROPY=upstreams.entropy is not None, BLOCK=2048, num_warps=4, **logits.flags,
         )  # fmt: skip

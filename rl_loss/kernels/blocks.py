@@ -17,6 +17,7 @@ from torch import Tensor
 from rl_loss.flat_rows import Needs, Upstreams
 from rl_loss.kernels.block_passes import Block, add_stats, pick, put_entries, to_grads
 from rl_loss.kernels.entry_grads import EntryGrads
+from rl_loss.kernels.half_grads import HalfScales, entry_scales, half_scales
 from rl_loss.kernels.records import HeadCall, RowOutputs
 from rl_loss.kernels.rows import gathered_logits
 from rl_loss.logits import accumulation_dtype
@@ -151,20 +152,43 @@ class BlockSums:
         new = call.hidden.new_zeros
         self.needs, self._d_weight = needs, d_weight
         self._dtype = grad_dtype(call.hidden, call.weight)
-        self.hidden = new(d, h, dtype=call.dtype) if needs.hidden and d else None  # [D, H]
         self.bias = new(v, dtype=call.dtype) if needs.bias and d else None  # [V]
+        self._hidden = new(d, h, dtype=call.dtype) if needs.hidden and d else None  # [D, H]
         self._part: Tensor | None = None  # [B, H] of the ids at hand
+        self._up: Tensor | None = None  # [D] what rows of `_hidden` are too large by
+        self._scales: HalfScales | None = None  # of the block at hand
+        if self._dtype == torch.float16:
+            self._up = new(d, dtype=call.dtype)
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """`[D, H]`, when all blocks are added."""
+        if self._hidden is not None and self._up is not None:
+            self._hidden /= self._up[:, None]
+            self._up = None
+        return self._hidden
 
     def add(
         self, call: HeadCall, block: Block, saved: RowOutputs, upstreams: Upstreams, over_v: Tensor
     ) -> Tensor:
         """Turns the block into its gradient `[R, B]`, and adds that to hidden and bias."""
-        dz = to_grads(call, block, self._dtype, saved, upstreams, over_v)
-        if self.hidden is not None:
-            _add_product(self.hidden[block.run], dz, block.weight)
+        up = None
+        if self._up is not None:
+            self._scales = half_scales(call, block.rows, saved, upstreams, over_v)
+            up = self._up[block.run] = self._scales.up
+        dz = to_grads(call, block, self._dtype, saved, upstreams, over_v, up)
+        if self._hidden is not None:
+            _add_product(self._hidden[block.run], dz, block.weight)
         if self.bias is not None:
-            self.bias[block.ids] += dz.sum(0, dtype=self.bias.dtype)
+            self.bias[block.ids] += self._sum_of_rows(dz)
         return dz
+
+    def _sum_of_rows(self, dz: Tensor) -> Tensor:
+        """`[R, B]` to `[B]` in the accumulation dtype."""
+        assert self.bias is not None
+        if self._scales is None:
+            return dz.sum(0, dtype=self.bias.dtype)
+        return _product(dz.T, self._scales.apart[:, None])[:, 0] * self._scales.common
 
     def add_to_weight(self, block: Block, dz: Tensor) -> Tensor | None:
         """Gives, with the last rows of these ids, their weight gradient `[B, H]`; None before, and
@@ -174,7 +198,11 @@ class BlockSums:
         if self._writes_at_once(block, dz):
             torch.mm(dz.T, block.hidden, out=self._d_weight[block.ids])  # type: ignore[index]
             return None
-        if self._part is None:
+        if self._scales is not None:
+            part = _product(dz.T, block.hidden * self._scales.apart[:, None])
+            part *= self._scales.common
+            self._part = part if self._part is None else self._part.add_(part)
+        elif self._part is None:
             self._part = _product(dz.T, block.hidden)
         else:
             _add_product(self._part, dz.T, block.hidden)
@@ -185,7 +213,7 @@ class BlockSums:
 
     def _writes_at_once(self, block: Block, dz: Tensor) -> bool:
         out = self._d_weight
-        alone = out is not None and block.last and block.run.start == 0
+        alone = out is not None and block.last and block.run.start == 0 and self._scales is None
         return alone and dz.dtype == block.hidden.dtype == out.dtype  # type: ignore[union-attr]
 
 
@@ -215,11 +243,17 @@ def wide_hidden_grads(call: HeadCall, grads: EntryGrads) -> Tensor:
     weight, dtype = call.weight, grad_dtype(call.hidden, call.weight)
     runs = call.rows.wide.split(max(1, call.scalars.workspace // _row_bytes(call, dtype)))
     buffer, parts = _new_block(len(runs[0]), len(weight), weight, dtype), []
+    grad, up = grads.grad, None
+    if dtype == torch.float16:
+        up = entry_scales(call, call.rows.wide, grad).up
+        each = grad.new_ones(call.n).index_copy_(0, call.rows.wide, up)
+        grad = grad * each[grads.rows]
     for run in runs:
         dz = buffer[: len(run), : len(weight)].zero_()
-        put_entries(call, run, grads.grad, dz)
+        put_entries(call, run, grad, dz)
         parts.append(_product(dz, weight))
-    return torch.cat(parts)
+    made = torch.cat(parts)
+    return made if up is None else made / up[:, None]
 
 
 def _row_bytes(call: HeadCall, dtype: torch.dtype) -> int:
@@ -240,12 +274,12 @@ def _new_block(rows: int, ids: int, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def grad_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Of the gradient of products: bfloat16 where tensor cores take it.
-
-    Never float16: a gradient of 1e-6 is no number there.
-    """
+    """Of the gradient of products: bfloat16 where tensor cores take it, float16 scaled
+    (`half_grads`)."""
     if hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
         return torch.bfloat16
+    if hidden.dtype == weight.dtype == torch.float16:
+        return torch.float16
     return accumulation_dtype(hidden, weight)
 
 
