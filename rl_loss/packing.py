@@ -16,7 +16,9 @@ _LOW_32_BITS = 0xFFFFFFFF
 # that was kept is so unlikely.
 UNKNOWN_LOGPROB = -9999.0
 
-_FORMATS = {torch.int32: "il", torch.float32: "f"}  # of the struct module, at 4 bytes an item
+# Of the struct module, in the machine's own order: as items of 4 bytes, or as plain bytes.
+_FORMATS = {torch.int32: ("i", "l", "@i", "=i"), torch.float32: ("f", "@f", "=f")}
+_BYTES = ("B", "c", "@B", "@c")
 
 
 def pack_entries(ids: Tensor, logprobs: Tensor) -> Tensor:
@@ -80,9 +82,12 @@ def numbers_of_bytes(name: str, data: Any, dtype: torch.dtype) -> Tensor:
         view = memoryview(data)
     except TypeError as error:
         raise ValueError(f"{name} must be bytes of {dtype}, got {short(data)}") from error
-    plain = view.itemsize == 1
-    if not plain and (view.itemsize != 4 or view.format[-1] not in _FORMATS[dtype]):
-        raise ValueError(f"{name} must be bytes of {dtype}, got items of format {view.format!r}")
+    items = view.itemsize == 4 and view.format in _FORMATS[dtype]
+    if not items and view.format not in _BYTES:
+        kind = getattr(data, "dtype", None) or f"format {view.format!r}"
+        raise ValueError(
+            f"{name} must be bytes of {dtype}, or an array of it, got items of {kind}: cast them"
+        )
     if view.nbytes % 4:
         raise ValueError(f"{name} must be bytes of {dtype}, 4 each, got {view.nbytes}")
     if view.nbytes == 0:  # of which torch makes no tensor

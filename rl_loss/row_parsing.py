@@ -134,7 +134,9 @@ def read_bytes(ids: Any, counts: Any, logprobs: Any, kind: Any) -> Columns:
         raise ValueError(f"logprobs must be {len(ids)} as ids, got {len(logprobs)}")
     # -inf is no such mark: it says that the row is another request's, which `validate` refuses.
     known = (logprobs > UNKNOWN_LOGPROB) | (logprobs == -math.inf)
-    if isinstance(counts, (Tensor, list, tuple)):
+    array = getattr(counts, "itemsize", 1) > 1 and hasattr(counts, "copy")  # one of bytes is bytes
+    if isinstance(counts, (Tensor, list, tuple)) or array:
+        counts = counts.copy() if array else counts  # which need not be writable
         counts = numbers("counts", counts, place="row").cpu()
         counts = counts.to(torch.int64) if counts.numel() == 0 else counts
         _check_counts(counts)

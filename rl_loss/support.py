@@ -232,6 +232,8 @@ class Support(SupportConstructors):
             >>> Support.stack([one, None, one[:1]], 3, start=1).kind.view(3, 3).tolist()
             [[0, 1, 1], [0, 0, 0], [0, 1, 0]]
         """
+        if isinstance(supports, Support):
+            raise ValueError("supports must be a list of them, one a sequence, got one Support")
         supports = list(supports)
         _require_supports(supports, or_none=True)
         given = [s for s in supports if s is not None]

@@ -5,6 +5,7 @@ import math
 import struct
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -144,6 +145,8 @@ def test_no_bytes():
         ({"ids": IDS}, r"ids must be bytes of torch.int32, got \[5, 9, 2, "),
         ({"ids": "abcd"}, "ids must be bytes of torch.int32, got 'abcd'"),
         ({"ids": torch.tensor(IDS)}, "ids must be bytes of torch.int32, got tensor"),
+        ({"ids": np.array(IDS, ">i4")}, "ids must .* got items of >i4: cast them"),
+        ({"ids": np.zeros(4, np.int8)}, "ids must .* got items of int8: cast them"),
         ({"ids": memoryview(ints(*IDS)).cast("f")}, "ids must .* got items of format 'f'"),
         ({"ids": memoryview(bytes(48)).cast("q")}, "ids must .* got items of format 'q'"),
         ({"logprobs": memoryview(ints(*IDS)).cast("i")}, "logprobs must .* of format 'i'"),

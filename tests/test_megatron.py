@@ -258,5 +258,7 @@ def test_what_does_not_fit_is_refused():
         parallel_head(hidden, layer, {})
     with pytest.raises(ValueError, match="weight must be the embedding's"):
         parallel_head(hidden, layer, OutputContext(labels))
+    with pytest.raises(ValueError, match=r"context\.labels must be a tensor, got NoneType"):
+        parallel_head(hidden, layer, OutputContext(None), weight=torch.zeros(V, H))
     with pytest.raises(ValueError, match=r"context\.labels must be \[b, s\], got \(6,\)"):
         parallel_head(hidden, layer, OutputContext(labels[0]), weight=torch.zeros(V, H))

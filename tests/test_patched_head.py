@@ -219,6 +219,7 @@ def test_the_lines_of_the_document():
     names = {
         "model": make("Gemma2"),
         "sequences": sequences,
+        "attention_mask": torch.ones_like(sequences),
         "loss_mask": torch.arange(L).expand(B, L) > 2,
         "support": Support.from_rows(rows),
         "inference_logprobs": logprobs,

@@ -206,6 +206,19 @@ def test_what_a_rule_gives_where_no_loss_reads_never_matters(given):
         assert torch.equal(one, other)
 
 
+def test_a_rule_may_write_into_what_it_is_given():
+    inputs, _ = batch_inputs()
+    found = []
+    for rule in (lambda p, q, a: (p - q).exp(), lambda p, q, a: p.sub_(q).exp_().add_(a.mul_(0))):
+        leaves = as_leaves(inputs)
+        out = policy_loss(leaves, rule=rule, kl_tau=0.5)
+        out.loss.backward()
+        found.append([out.per_token_loss, leaves.trainer_support_logprobs.grad])
+        found[-1] += out.metrics.values()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [

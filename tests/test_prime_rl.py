@@ -121,6 +121,55 @@ def test_older_inputs_have_no_evidence():
     assert out.metrics["score_centering/uncentered"] == 1
 
 
+def test_what_a_sample_came_without_is_unknown():
+    """-9999 for all ids of a row: no evidence; for some: they are the tail."""
+    sample, whole = make_sample(), make_sample()
+    held = sample.inference_mask_logprobs > -torch.inf
+    sample.inference_mask_logprobs[0, held[0]] = -9999.0
+    sample.inference_mask_logprobs[2, 0] = -9999.0
+    out, before = (prime_rl.icepop_loss(x, ratio_high=1.05) for x in (sample, whole))
+    assert out.per_token_loss.isfinite().all()
+    more = out.metrics["score_centering/uncentered"] - before.metrics["score_centering/uncentered"]
+    assert float(more) == pytest.approx(1 / (SEQ - 1))
+    out.loss.backward()
+    assert (sample.trainer_mask_logprobs.grad[0] == 0).all()
+    # A tail of one id is that id: on the logits nothing differs.
+    before.loss.backward()
+    p = whole.trainer_mask_logprobs.detach()[2, :3].exp()
+    on_logits = []
+    for each in (sample, whole):
+        grad = each.trainer_mask_logprobs.grad[2, :3]
+        on_logits.append(grad - p * grad.sum())
+    torch.testing.assert_close(*on_logits, rtol=0, atol=1e-7)  # of a tail's mass in float32
+    assert on_logits[1].abs().max() > 0.01
+
+
+def test_one_id_that_is_not_the_labels_is_no_evidence():
+    """What prime-rl's head did not replay has a log-probability over the vocabulary."""
+    losses = []
+    for ids in (1, 2, 0):
+        log_q = torch.full((1, 2), -torch.inf, dtype=torch.float64)
+        log_q[0, :ids] = -math.log(max(ids, 1))
+        sample = Sample(
+            trainer_logprobs=torch.tensor([0.1], dtype=torch.float64).log().requires_grad_(),
+            inference_logprobs=torch.tensor([0.5], dtype=torch.float64).log(),
+            ref_logprobs=None,
+            advantages=torch.zeros(1, dtype=torch.float64),
+            loss_mask=torch.ones(1, dtype=torch.bool),
+            trainer_mask_logprobs=torch.zeros(1, 2, dtype=torch.float64),
+            inference_mask_logprobs=log_q,
+        )
+        out = prime_rl.icepop_loss(sample, kl_tau=1.0)
+        assert out.metrics["score_centering/uncentered"] == 1
+        losses.append(float(out.loss.detach()))
+    assert losses[0] == losses[1] == losses[2] > 0.5
+    sample = make_sample()
+    alone = prime_rl.icepop_loss(sample, kl_tau=1.0)  # its row 1, of one id, was replayed
+    assert float(alone.per_token_loss[1].detach()) == pytest.approx(
+        -0.7 * float(sample.loss_weights[1])
+    )
+
+
 def test_fields_that_do_not_fit_are_refused():
     sample = make_sample()
     whole, sample.inference_mask_logprobs = sample.inference_mask_logprobs, None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_loss import RowKind, ipo_loss, policy_loss
+from rl_loss import RowKind, Support, ipo_loss, policy_loss
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
@@ -538,6 +538,7 @@ def test_a_rollout_func_without_evidence_is_refused(tmp_path):
         (none, "no evidence"),
         (short, "a row a token"),
         (alone, "logprobs"),
+        (lambda given, run: alone(given, run) | {"supports": Support.empty(3)}, "must be a list"),
     )
     for function, match in cases:
         run = trainer(tmp_path, rollout_func=function, loss="ipo" if function is alone else None)
@@ -573,6 +574,13 @@ def test_a_loss_is_one_of_ours_or_a_partial_of_one(tmp_path):
             trainer(tmp_path, loss=loss)
     with pytest.raises(ValueError, match=r"args\.beta"):
         trainer(tmp_path, loss=partial(ipo_loss, ref_tau=0.1))
+    for loss, match in (
+        (partial(ipo_loss, kl_tua=0.1), "loss: .*kl_tua"),
+        (partial(ipo_loss, kl_tau=-1.0), "kl_tau must be finite, at least 0"),
+        (policy_loss, "loss: .*rule"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            trainer(tmp_path, loss=loss)
 
 
 def test_metrics_are_those_of_all_tokens_since_the_last_log(tmp_path):
@@ -636,6 +644,8 @@ BATCHES = "use_transformers_continuous_batching"
         ({"top_k": 0}, "nothing to replay"),
         ({"top_k": 0, "recorder": SupportRecorder()}, "nothing to replay"),
         ({"generation_kwargs": {"temperature": 0.5}}, "temperature"),
+        ({"generation_kwargs": {"num_return_sequences": 2}}, "num_return_sequences"),
+        ({"generation_kwargs": {"return_dict_in_generate": True}}, "return_dict_in_generate"),
         ({"use_vllm": True, "top_k": 0, "top_p": 0.9}, "top_k must be above 0"),
         ({"use_vllm": True, "recorder": SupportRecorder()}, "recorder must be None"),
         *(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_loss.arguments import require_tensor
 from rl_loss.lm_head import LMHeadOutput, fused_lm_head
 from rl_loss.support import Support
 
@@ -95,7 +96,7 @@ def parallel_head(
     if weight is None:
         raise ValueError("weight must be the embedding's where output_layer has none of its own")
     labels, group = context.labels, output_layer.tp_group
-    if labels.dim() != 2:
+    if require_tensor("context.labels", labels).dim() != 2:
         raise ValueError(f"context.labels must be [b, s], got {tuple(labels.shape)}")
     group = group if group is not None and dist.get_world_size(group) > 1 else None
     packed = len(labels) == 1

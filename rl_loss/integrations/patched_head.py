@@ -172,6 +172,8 @@ def _check_with_labels(given: dict[str, Any], head_options: dict[str, Any]) -> N
         )
     if given.get("return_dict") is False:
         raise ValueError("return_dict must be True with aligned_labels, got False")
+    if not isinstance(head_options, dict):
+        raise ValueError(f"head_options must be a dict, got {type(head_options).__name__}")
     unknown = head_options.keys() - _HEAD_OPTIONS
     if unknown:
         raise ValueError(

@@ -14,6 +14,7 @@ from rl_loss.csr import NONE, REPLAY
 from rl_loss.lm_head import FusedLMHead, fused_lm_head
 from rl_loss.loss import losses
 from rl_loss.loss.inputs import LossInputs, LossOutputs
+from rl_loss.packing import UNKNOWN_LOGPROB
 from rl_loss.support import Support
 
 _IGNORED = -100  # the label that torch's cross entropy leaves out
@@ -42,9 +43,10 @@ def policy_loss(inputs: Any, **options: Any) -> LossOutputs:
 def loss_inputs(inputs: Any) -> LossInputs:
     """The inputs of a loss from one sample of prime-rl's, its mask log-probabilities as supports.
 
-    `inference_mask_logprobs [seq, K]` is -inf at padding, `trainer_mask_logprobs [seq, K]` is a
-    constant 0 there and on rows that its head did not replay (a label outside its mask): those
-    have no evidence, and are normalised over the vocabulary. Without the two fields no row has.
+    `inference_mask_logprobs [seq, K]` is -inf at padding, and -9999 where a sample came without:
+    unknown, a part of the tail. `trainer_mask_logprobs [seq, K]` is a constant 0 at padding and on
+    rows that its head did not replay (a label outside its mask), whose label's is not: those have
+    no evidence, and are normalised over the vocabulary. Without the two fields no row has.
 
     Raises:
         ValueError: one of the two fields without the other; shapes that do not fit.
@@ -66,10 +68,15 @@ def loss_inputs(inputs: Any) -> LossInputs:
             f"{names[0]} and {names[1]} must be [*{tuple(inputs.loss_mask.shape)}, K], got "
             f"{tuple(trainer.shape)} and {tuple(sampler.shape)}"
         )
-    valid = sampler > -torch.inf  # a NaN is no padding: the loss refuses it
-    constant = ((trainer == 0) | ~valid).all(-1) & (valid.sum(-1) > 1)
+    padding = sampler == -torch.inf
+    constant = ((trainer == 0) | padding).all(-1) & (read.trainer_logprobs != 0)
+    known = ~(sampler <= UNKNOWN_LOGPROB) & ~constant[..., None]  # NaN, which the loss refuses
+    rest = 1 - torch.where(known, sampler.detach().double().exp(), 0.0).sum(-1)
+    some_unknown = (~padding & ~known).any(-1) & known.any(-1)
     read.trainer_support_logprobs, read.sampler_support_logprobs = trainer, sampler
-    read.support_valid = valid & ~constant[..., None]
+    read.support_valid = known
+    read.sampler_tail_mass = torch.where(some_unknown, rest.clamp(min=0), 0.0).to(torch.float32)
+    read.support_kind = torch.full_like(inputs.loss_mask, REPLAY, dtype=torch.int8)
     return read
 
 

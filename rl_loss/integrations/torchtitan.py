@@ -55,6 +55,7 @@ class ReplayLoss(ChunkedLossWrapper):
         loss_mask: Tensor,
         support: Support | None = None,
         temperature: float | Tensor = 1.0,
+        ref_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss over all loss tokens of the step, and its metrics as torchtitan adds them up.
 
@@ -67,6 +68,7 @@ class ReplayLoss(ChunkedLossWrapper):
             global_valid_tokens: the denominator, over all ranks and micro-batches.
             support: `B * L` rows, aligned to the labels; None: the rows are over the vocabulary.
             temperature: of the sampler: one value, or `[B, L]`.
+            ref_logprobs: `[B, L]`, for a loss with `ref_tau`.
 
         Returns:
             The loss, and metrics: shares of the denominator (`/mean`, to be summed over ranks)
@@ -74,12 +76,17 @@ class ReplayLoss(ChunkedLossWrapper):
         """
         if self.lm_head is None:
             raise ValueError("lm_head must be set before the first call (set_lm_head)")
+        if loss_mask.dtype != torch.bool:
+            raise ValueError(f"loss_mask must be bool, got {loss_mask.dtype}")
         active = loss_mask & generator_logprobs.isfinite()
         options = {"temperature": temperature, "active": active}
         with _in_the_place_of(self.lm_head, partial(fused_lm_head, **options), labels, support):
             head = self.lm_head(pred)
         inputs = LossInputs.from_head(
-            head, inference_logprobs=generator_logprobs, advantages=advantages
+            head,
+            inference_logprobs=generator_logprobs,
+            advantages=advantages,
+            ref_logprobs=ref_logprobs,
         )
         out, count = self.loss(inputs), 1 if global_valid_tokens is None else global_valid_tokens
         count = torch.as_tensor(count, dtype=out.loss.dtype, device=out.loss.device).clamp(min=1)

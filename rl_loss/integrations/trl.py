@@ -95,6 +95,10 @@ class ReplayMixin(_Trainer):
 
     def _check(self, supports: Any, completion_ids: Any, tool_mask: Any, logprobs: Any) -> None:
         """Refuses supports without a row a token, with evidence for each that was sampled."""
+        if not isinstance(supports, (list, tuple)) or not all(
+            isinstance(one, Support) for one in supports
+        ):
+            raise ValueError("supports must be a list with a Support a completion (rollout_func)")
         widths, lengths = [len(one) for one in supports], [len(ids) for ids in completion_ids]
         if widths != lengths:
             raise ValueError(f"supports must have a row a token, {lengths}, got {widths}")
@@ -102,16 +106,27 @@ class ReplayMixin(_Trainer):
         sampled = torch.ones(len(rows), dtype=torch.bool)
         if tool_mask is not None:
             sampled = torch.tensor([*chain(*tool_mask)], dtype=torch.bool)
-        bare = sampled & (rows.kind == RowKind.NONE)
-        if bare.any():
-            raise ValueError(
-                f"supports: sampled token {first_row(bare)} of the batch has no evidence. A "
-                "rollout_func returns 'supports', or log-probabilities as the trainer gave them"
-            )
-        log_q = None
-        if logprobs is not None:
-            log_q = torch.tensor([math.nan if q is None else q for q in chain(*logprobs)])
-        elif self._loss is not None:
+        for bad, why in (
+            (
+                sampled & (rows.kind == RowKind.NONE),
+                "has no evidence. A rollout_func returns 'supports', or log-probabilities as the "
+                "trainer gave them",
+            ),
+            (
+                sampled & (rows.kind == RowKind.FAILED),
+                "could not be recorded, a step having more kept ids than there was room for: give "
+                "recorder=SupportRecorder(capacity=...)",
+            ),
+        ):
+            if bad.any():
+                at, place = first_row(bad), 0
+                while at >= lengths[place]:
+                    at, place = at - lengths[place], place + 1
+                raise ValueError(f"supports: token {at} of completion {place} {why}")
+        log_q, told = None, None if logprobs is None else [*chain(*logprobs)]
+        if told is not None and (self._loss is not None or None not in told):
+            log_q = torch.tensor([math.nan if q is None else q for q in told])
+        if told is None and self._loss is not None:
             raise ValueError("rollout_func must return 'logprobs' for a loss of ours, got None")
         rows.validate(labels, self.model.config.get_text_config().vocab_size, sampled, log_q)
 

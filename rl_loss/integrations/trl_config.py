@@ -4,12 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import trl
 from packaging.version import Version
 
 from rl_loss.csr import RowKind
 from rl_loss.integrations.huggingface import TRUNCATING, SupportRecorder
-from rl_loss.loss.inputs import LossOutputs
+from rl_loss.loss.inputs import LossInputs, LossOutputs
 from rl_loss.loss.losses import icepop_loss, ipo_loss, policy_loss, reinforce_loss
 
 # The trainer's methods that are built on are private: what they take and give changes.
@@ -45,6 +46,12 @@ def our_loss(loss: Any, config: Any) -> Callable[..., LossOutputs]:
         )
     if "ref_tau" in options:
         raise ValueError("ref_tau must be given as args.beta, for which TRL makes the reference")
+    none = torch.zeros(0)
+    empty = LossInputs(none, none, none, none.bool(), ref_logprobs=none)
+    try:  # what is wrong with an option shows here, and not behind the first generation
+        function(empty, **options)
+    except TypeError as error:
+        raise ValueError(f"loss: {error}") from error
     for name in _OF_TRLS_LOSS:
         value, default = getattr(config, name), getattr(trl.GRPOConfig, name)
         if value != default:
@@ -69,6 +76,14 @@ def check_sampling(config: Any, recorder: SupportRecorder | None) -> None:
             "args.generation_kwargs must not hold a temperature of its own: the trainer takes "
             f"args.temperature, {config.temperature}, got {asked['temperature']}"
         )
+    own = config.generation_kwargs or {}
+    if not config.use_vllm:
+        for name, off in (("num_return_sequences", 1), ("return_dict_in_generate", False)):
+            if own.get(name, off) != off:
+                raise ValueError(
+                    f"args.generation_kwargs must leave {name} out: TRL asks for one sequence a "
+                    f"prompt, as ids, got {own[name]}"
+                )
     truncates = any(asked.get(name) not in (None, *off) for name, off in TRUNCATING.items())
     if config.use_vllm:
         if recorder is not None:

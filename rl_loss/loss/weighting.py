@@ -108,7 +108,8 @@ class Custom:
     by_advantage: ClassVar[bool] = True
 
     def weigh(self, log_p: Tensor, log_q: Tensor, advantages: Tensor) -> Weights:
-        weight = self.function(log_p, log_q, advantages)
+        # Copies: they are read again, and a rule that writes into them would change the rest.
+        weight = self.function(log_p.clone(), log_q.clone(), advantages.clone())
         if not isinstance(weight, Tensor) or weight.shape != log_p.shape:
             got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
             raise ValueError(
