@@ -249,7 +249,8 @@ def _twice(rows: Tensor, ids: Tensor, v: int) -> Tensor:
     """All but the first of the equal ids of a row."""
     order = (rows * v + ids).argsort(stable=True)
     keys = (rows * v + ids)[order]
-    repeat = torch.cat([torch.zeros(1, dtype=torch.bool), keys[1:] == keys[:-1]])
+    first = torch.zeros(1, dtype=torch.bool, device=keys.device)
+    repeat = torch.cat([first, keys[1:] == keys[:-1]])
     return torch.zeros_like(repeat).scatter(0, order, repeat)
 
 

@@ -26,6 +26,13 @@ TINY = ["tiny", "tiny-full", "tiny-mixed"]
 EXTRAS = ["numpy", "rich", "matplotlib", "trl", "liger_kernel", "cut_cross_entropy", "transformers"]
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu(request, monkeypatch):
+    """What follows is of the CPU, also where a GPU is."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
@@ -98,7 +105,7 @@ def test_it_runs_without_its_extras(tmp_path):
         [sys.executable, "-c", start, "tiny", "tiny-full"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -107,6 +114,19 @@ def test_it_runs_without_its_extras(tmp_path):
     assert done.stdout.count('left out: trl (TRL, chunked head), not installed: pip install "') == 1
     assert "| trl " not in done.stdout
     assert [made.name for made in tmp_path.iterdir()] == ["made.json"]
+
+
+@pytest.mark.gpu
+def test_it_runs_on_a_gpu(results):
+    ways = ["ours", "256mib", "graph", "icepop", "one-pass", "add-grad", "add-float32", "sparse"]
+    ways += ["pairs", "padded", "padded-online", "chunked"]
+    lm_head.main(["--preset", *TINY, "--ways", *ways, "--repeats", "1", "--save", "made"])
+    for table in json.loads((results / "made.json").read_text())["tables"].values():
+        for row in table["rows"]:
+            assert not row["note"], row
+            assert row["gpu_ms"] > 0
+            assert row["logprob_error"] is None or row["logprob_error"] < 0.2
+            assert row["gradient_error"] is None or row["gradient_error"] < 0.02
 
 
 @pytest.mark.parametrize(
@@ -133,8 +153,7 @@ def test_help_lists_presets_and_ways(capsys):
                    for line in printed.splitlines())  # fmt: skip
 
 
-def test_a_way_that_was_asked_for_and_runs_elsewhere(results, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_way_that_was_asked_for_and_runs_elsewhere(results, capsys):
     lm_head.main(["--preset", "tiny", "--ways", "graph", "--repeats", "1"])
     printed = capsys.readouterr().out
     assert "left out: graph (rl_loss, CUDA graph), only on a GPU" in printed
@@ -143,7 +162,6 @@ def test_a_way_that_was_asked_for_and_runs_elsewhere(results, monkeypatch, capsy
 
 def test_the_usual_preset(monkeypatch):
     monkeypatch.delenv("RL_LOSS_DATA", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert usual() == "real-like"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert usual() == "k20"
