@@ -95,6 +95,7 @@ def main() -> None:
     show("capture", tables["capture"], more_digits=1)
     if options.save:
         write(options.save, tables)
+        print(f"written: results/{options.save}.json")
         draw(options.save, "Recording supports")
 
 

@@ -26,11 +26,11 @@ HERE = Path(__file__).parent.parent
 def steps() -> Iterator[tuple[str, Callable[[], object]]]:
     """What is timed: head, head and loss, one pass, capture."""
     from benchmarks.capture import capture_support, processed_logits
-    from benchmarks.lm_head import WORKLOADS
-    from benchmarks.peers import one_pass, ours, with_loss
+    from benchmarks.own_ways import one_pass, ours, with_loss
+    from benchmarks.presets import PRESETS
 
     for key in ("k8", "k20", "k128", "k512", "chat", "forced", "full", "prompts", "mixed"):
-        work = WORKLOADS[key]().to("cuda", torch.bfloat16)
+        work = PRESETS[key].make(device="cuda").to("cuda", torch.bfloat16)
         work.hidden = work.hidden.detach().requires_grad_()
         work.weight = work.weight.detach().requires_grad_()
         upstreams = [work.d_logprobs, work.d_support_logprobs]

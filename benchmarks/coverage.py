@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import RESULTS, environment, relative_error, write_json
+from benchmarks.tables import markdown, pyplot
 from benchmarks.workloads import Workload, data_folder, real_like, real_rows
 from rl_loss import LossInputs, Support, fused_lm_head, icepop_loss, reinforce_loss
 
@@ -120,32 +121,28 @@ def run(work: Workload) -> tuple[list[Row], dict[str, dict[str, float]]]:
 
 
 def show(title: str, rows: list[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    def told(value: float | None, how: str) -> str:
+        return "" if value is None else how.format(value)
 
-    printed = Table(title=title, title_justify="left")
-    printed.add_column("log q known of")
-    for column in ("rows covered", "ids known a row", "tail mass", *rows[0].errors):
-        printed.add_column(column, justify="right")
-    for row in rows:
-        printed.add_row(
-            row.name,
-            "" if row.covered is None else f"{100 * row.covered:.1f} %",
-            "" if row.known is None else f"{row.known:.1f}",
-            "" if row.tail_mass is None else f"{row.tail_mass:.4f}",
-            *(f"{hidden:.1e} {weight:.1e}" for hidden, weight in row.errors.values()),
-        )
-    Console(width=150).print(printed)
+    lines = [
+        {
+            "log q known of": row.name,
+            "rows covered": told(row.covered, "{:.1%}"),
+            "ids known a row": told(row.known, "{:.1f}"),
+            "tail mass": told(row.tail_mass, "{:.4f}"),
+            **{case: f"{hidden:.1e} {weight:.1e}" for case, (hidden, weight) in row.errors.items()},
+        }
+        for row in rows
+    ]
+    print(f"{title}\n{markdown(lines)}")
     print("By loss and noise: relative error of the gradient by the hidden states, by the weight.")
 
 
 def draw(name: str, title: str, rows: list[Row]) -> None:
     """Draws `results/<name>.png`: coverage on the left, errors on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
+    if plt is None:
+        return
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     some = rows[1:]
     bars = left.bar([row.name for row in some], [100 * (row.covered or 0) for row in some])
@@ -161,6 +158,7 @@ def draw(name: str, title: str, rows: list[Row]) -> None:
         axis.tick_params(labelsize=8)
     figure.suptitle(title, fontsize=8)
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    print(f"drawn: results/{name}.png")
 
 
 def capacity_margins(work: Workload, steps: int = 20_000) -> dict[int, float]:
@@ -195,8 +193,8 @@ def main() -> None:
         table = {"shape": work.shape, "dtype": "float32", "mismatch": mismatch}
         table["capacity_margins"] = margins
         write_json(options.save, {"work": work.name, **table, "rows": [vars(row) for row in rows]})
+        print(f"written: results/{options.save}.json")
         draw(options.save, title, rows)
-        print(f"written: results/{options.save}.json and .png")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Row:
 
     name: str
     note: str = ""  # why there are no numbers
-    forward_ms: float = 0.0
+    forward_ms: float | None = 0.0
     both_ms: float = 0.0
     both_min_ms: float = 0.0
     both_max_ms: float = 0.0
@@ -35,16 +35,17 @@ class Row:
     logprob_error: float | None = None
     gradient_error: float | None = None
     ratio: float = 1.0
+    key: str = ""  # by which it is chosen
 
 
 def milliseconds(function: Callable[[], object], repeats: int, warm_up: int = 2) -> list[float]:
     """Wall time of each call, the device's work included; of one over a second just two."""
     times: list[float] = []
     for call in range(warm_up + repeats):
-        if call == warm_up:
-            times.clear()
         if len(times) == 2 and min(times) > 1e3:
             break
+        if call == warm_up:
+            times.clear()
         synchronize()
         start = time.perf_counter()
         function()
@@ -73,8 +74,9 @@ def gpu_milliseconds(function: Callable[[], object], calls: int = 3) -> tuple[fl
     return median(times), launches
 
 
-def extra_mib(function: Callable[[], object], gradients: int) -> float:
-    """The most memory that a call holds beyond what was held before and its gradients' bytes."""
+def extra_mib(function: Callable[[], object], gradients: int) -> float | None:
+    """The most memory that a call holds beyond what was held before and its gradients' bytes; None
+    where the system does not tell."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -82,7 +84,10 @@ def extra_mib(function: Callable[[], object], gradients: int) -> float:
         function()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before - gradients) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident set
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident set
+    except OSError:
+        return None
     before = _status("VmRSS")
     function()
     return (_status("VmHWM") - before - gradients / 2**10) / 2**10
@@ -118,7 +123,7 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    for package in ("triton", "liger-kernel", "cut-cross-entropy"):
+    for package in ("triton", "trl", "liger-kernel", "nvidia-cutlass-dsl", "cut-cross-entropy"):
         try:
             facts[package] = version(package)
         except PackageNotFoundError:

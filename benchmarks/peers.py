@@ -1,291 +1,135 @@
-"""Ways to get the log-probabilities of rows; each an algorithm in our own words, or a package."""
+"""The ways that the microbenchmark compares, by short names."""
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from benchmarks.workloads import Workload
-from rl_loss import LossInputs, fused_lm_head, fused_lm_head_loss, icepop_loss
-
-# Maps a workload whose hidden and weight are leaves to its outputs, in the order of
-# `upstreams`: log-probabilities of the labels [N], then of the support entries [nnz].
-Way = Callable[[Workload], tuple[Tensor, ...]]
+from benchmarks.own_ways import (
+    added_to_float32,
+    added_to_grad,
+    graphed,
+    one_pass,
+    ours,
+    with_loss,
+)
+from benchmarks.package_ways import cut_cross_entropy, liger, liger_scaled, trl
+from benchmarks.padded_ways import padded_dense_replay, padded_online_replay
+from benchmarks.torch_ways import chunked_torch, csr_pairs, cusparse, full_log_softmax
+from benchmarks.workloads import Way, Workload
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A way, what rows it can compute, and the package that it needs."""
+    """A way, what rows it can compute, where it runs, and about what it costs."""
 
+    title: str
     way: Way
     replay: bool = True
     full: bool = False
     kinds: bool = False  # rows of all kinds in one batch
     active: bool = False  # leaves out the rows that no loss reads
+    only: tuple[str, ...] = ()  # run on these presets alone
     whole: bool = False  # does its own backward
-    only: str | None = None  # run on this preset alone
-    package: str | None = None
+    adds: bool = False  # the weight's gradient to `Workload.kept`
     float32: bool = False  # computes in float32 alone
+    on: str = ""  # "cuda", "hopper" or "cpu"
+    packages: tuple[str, ...] = ()  # that it imports
+    install: str = ""  # what pip is asked for
+    dense: bool = False  # makes logits over the vocabulary on replayed rows too
+    share: float = 0.2  # of the time of eager pairs, where it does not
+    compiles: float = 4.0  # seconds on a GPU
 
     def takes(self, key: str, work: Workload) -> bool:
-        if self.only not in (None, key):
+        if self.only and key not in self.only:
             return False
         if work.active is not None:
             return self.active
-        kinds = set(work.support.host.kind.tolist())
+        kinds = work.kinds
         return self.full if kinds == {0} else self.replay if kinds == {1} else self.kinds
 
-    @property
-    def available(self) -> bool:
-        return self.package is None or importlib.util.find_spec(self.package) is not None
+    def elsewhere(self) -> str | None:
+        """Where it runs, if not here."""
+        cuda = torch.cuda.is_available()
+        if self.on == "hopper" and not (cuda and torch.cuda.get_device_capability() == (9, 0)):
+            return "only on a Hopper GPU"
+        if self.on in ("cuda", "cpu") and (self.on == "cuda") != cuda:
+            return "only on a GPU" if self.on == "cuda" else "only on a CPU"
+        return None
+
+    def uninstalled(self) -> str | None:
+        """What installs it, if nothing has."""
+        if all(importlib.util.find_spec(package) for package in self.packages):
+            return None
+        return f'not installed: pip install "{self.install}"'
 
 
-def ours(work: Workload, **options: Any) -> tuple[Tensor, ...]:
-    rows = work.hidden, work.weight, work.labels, work.support
-    out = fused_lm_head(*rows, active=work.active, **options)
-    return _some(work, out.logprobs, out.support_logprobs)
-
-
-def _some(work: Workload, logprobs: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
-    return (logprobs, entries) if work.support.nnz else (logprobs,)
-
-
-def with_loss(evidence: bool, compiled: bool = False) -> Way:
-    """Our head and icepop: one scalar, of which every token has its share.
-
-    Without evidence the loss reads the sampled tokens alone: no centering and no metric of it.
-    """
-
-    def step(hidden: Tensor, weight: Tensor, work: Workload) -> Tensor:
-        out = fused_lm_head(hidden, weight, work.labels, work.support, active=work.active)
-        values = {
-            "inference_logprobs": out.logprobs.detach() - 0.01,
-            "advantages": -work.d_logprobs,
-        }
-        if evidence:
-            inputs = LossInputs.from_head(out, work.support, **values)
-        else:
-            inputs = LossInputs(trainer_logprobs=out.logprobs, loss_mask=out.active, **values)
-        return icepop_loss(inputs).loss
-
-    whole = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
-    return lambda work: (whole(work.hidden, work.weight, work),)
-
-
-def graphed(work: Workload) -> tuple[Tensor, ...]:
-    """Our head and its backward, captured once in a CUDA graph and replayed: one launch."""
-    if work.graph is None:
-        hidden, weight = (
-            work.hidden.detach().requires_grad_(),
-            work.weight.detach().requires_grad_(),
-        )
-        upstreams = [work.d_logprobs, work.d_support_logprobs]
-
-        def step() -> tuple[Tensor, ...]:
-            out = fused_lm_head(hidden, weight, work.labels, work.support)
-            outputs = out.logprobs, out.support_logprobs
-            return *outputs, *torch.autograd.grad(outputs, (hidden, weight), upstreams)
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = step()
-        work.graph = graph, results
-    graph, results = work.graph
-    graph.replay()
-    work.hidden.grad, work.weight.grad = results[2:]
-    return results[:2]
-
-
-def one_pass(work: Workload) -> tuple[Tensor, ...]:
-    """Our head and icepop in one pass."""
-    loss = fused_lm_head_loss(
-        work.hidden,
-        work.weight,
-        work.labels,
-        work.support,
-        active=work.active,
-        loss=icepop_loss,
-        inference_logprobs=torch.full_like(work.d_logprobs, -1.0),
-        advantages=-work.d_logprobs,
-    )
-    return (loss.loss,)
-
-
-def full_log_softmax(work: Workload) -> tuple[Tensor, ...]:
-    """All logits at once, log_softmax over the vocabulary, then over the support."""
-    logprobs = (work.hidden @ work.weight.T).float().log_softmax(-1)
-    if not work.support.nnz:
-        return (logprobs.gather(1, work.labels[:, None])[:, 0],)
-    return _replayed(work, logprobs[work.support.entry_rows, work.support.ids.long()])
-
-
-def chunked_torch(work: Workload) -> tuple[Tensor, ...]:
-    """As `full_log_softmax`, 1024 rows at a time, each chunk computed again in the backward."""
-
-    def chunk(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return (hidden @ weight.T).float().log_softmax(-1).gather(1, labels[:, None])[:, 0]
-
-    parts = [
-        checkpoint(chunk, hidden, work.weight, labels, use_reentrant=False)
-        for hidden, labels in zip(work.hidden.split(1024), work.labels.split(1024), strict=True)
-    ]
-    return (torch.cat(parts),)
-
-
-def csr_pairs(work: Workload) -> tuple[Tensor, ...]:
-    """Eager gathers of both rows of every (token, id) pair: nnz x H in memory, several times."""
-    rows, ids = work.support.entry_rows, work.support.ids.long()
-    products = work.hidden.index_select(0, rows) * work.weight.index_select(0, ids)
-    return _replayed(work, products.sum(-1, dtype=torch.float32))
-
-
-def cusparse(work: Workload) -> tuple[Tensor, ...]:
-    """torch.sparse: a sampled product forward, CSR times dense backward."""
-    rows, ids = work.support.entry_rows, work.support.ids
-    return _replayed(work, _SampledProduct.apply(work.hidden, work.weight, rows, ids))
-
-
-def padded_dense_replay(work: Workload) -> tuple[Tensor, ...]:
-    """Ids padded to one width; logits over the vocabulary, 8192 ids at a time."""
-    width = int(work.support.host.offsets.diff().max())
-    if width > 16384:
-        raise ValueError(f"not run: padded to {width} ids a row")
-    ids = work.support.to_padded()[0].long()
-    logits = _PaddedDense.apply(work.hidden, work.weight, ids)
-    logprobs = logits - logits.logsumexp(-1, keepdim=True)
-    label = ids == work.labels[:, None]
-    held = ids >= 0
-    return torch.where(label, logprobs, 0.0).sum(-1), logprobs[held]
-
-
-def liger(reduction: str) -> Way:
-    """liger-kernel's fused linear cross entropy over the vocabulary."""
-
-    def way(work: Workload) -> tuple[Tensor, ...]:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        loss = liger_fused_linear_cross_entropy(
-            work.hidden, work.weight, work.labels, reduction=reduction
-        )
-        return (-loss.float(),)
-
-    return way
-
-
-def liger_hopper(work: Workload) -> tuple[Tensor, ...]:
-    """liger-kernel's scaled cross entropy for Hopper, in CuTe: an upstream a token."""
-    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
-        LigerFusedScaledCrossEntropySM90Function,
-    )
-
-    return (-LigerFusedScaledCrossEntropySM90Function.apply(work.hidden, work.weight, work.labels),)
-
-
-def cut_cross_entropy(work: Workload) -> tuple[Tensor, ...]:
-    """Apple's cut cross entropy, its gradient filter off."""
-    from cut_cross_entropy import linear_cross_entropy
-
-    loss = linear_cross_entropy(
-        work.hidden, work.weight, work.labels, reduction="none", filter_eps=None
-    )
-    return (-loss.float(),)
-
-
-def _replayed(work: Workload, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Support logits to log-probabilities over each row's support, and the label's."""
-    rows, n = work.support.entry_rows, len(work.labels)
-    top = torch.full((n,), -torch.inf, device=logits.device)
-    top = top.scatter_reduce(0, rows, logits.detach(), "amax")
-    shifted = logits - top[rows]
-    total = torch.zeros(n, device=logits.device).index_add(0, rows, shifted.exp())
-    logprobs = shifted - total.log()[rows]
-    label = work.support.ids == work.labels[rows]
-    return torch.zeros_like(total).index_add(0, rows, torch.where(label, logprobs, 0.0)), logprobs
-
-
-class _SampledProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, rows, ids):
-        ctx.save_for_backward(hidden, weight, rows, ids)
-        pattern = _csr(rows, ids, hidden.new_zeros(len(ids)), (len(hidden), len(weight)))
-        return torch.sparse.sampled_addmm(pattern, hidden, weight.T, beta=0.0).values()
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight, rows, ids = ctx.saved_tensors
-        sorted_ids, order = ids.sort(stable=True)
-        shape = len(hidden), len(weight)
-        d_hidden = _csr(rows, ids, grad, shape) @ weight
-        d_weight = _csr(sorted_ids, rows[order], grad[order], shape[::-1]) @ hidden
-        return d_hidden, d_weight, None, None
-
-
-def _csr(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    bounds = torch.zeros(shape[0] + 1, dtype=torch.int32, device=rows.device)
-    bounds[1:] = torch.bincount(rows, minlength=shape[0]).cumsum(0)
-    return torch.sparse_csr_tensor(bounds, columns.int(), values, shape, check_invariants=False)
-
-
-class _PaddedDense(torch.autograd.Function):
-    BLOCK = 8192
-
-    @staticmethod
-    def forward(ctx, hidden, weight, ids):
-        ctx.save_for_backward(hidden, weight, ids)
-        out = torch.full(ids.shape, -torch.inf, device=ids.device)
-        for start in range(0, len(weight), _PaddedDense.BLOCK):
-            logits = (hidden @ weight[start : start + _PaddedDense.BLOCK].T).float()
-            local = ids - start
-            inside = (local >= 0) & (local < logits.shape[1])
-            picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1))
-            out = torch.where(inside, picked, out)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight, ids = ctx.saved_tensors
-        d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        d_weight = torch.empty_like(weight)
-        for start in range(0, len(weight), _PaddedDense.BLOCK):
-            block = weight[start : start + _PaddedDense.BLOCK]
-            local = ids - start
-            inside = (local >= 0) & (local < len(block))
-            dz = torch.zeros(len(hidden), len(block), device=hidden.device)
-            dz.scatter_add_(1, local.clamp(0, len(block) - 1), torch.where(inside, grad, 0.0))
-            dz = dz.to(hidden.dtype)
-            d_hidden += dz @ block
-            d_weight[start : start + _PaddedDense.BLOCK] = dz.T @ hidden
-        return d_hidden.to(hidden.dtype), d_weight, None
-
+FULL = {"replay": False, "full": True}
+LIGER = {**FULL, "packages": ("liger_kernel",), "install": "liger-kernel>=0.8.5", "on": "cuda"}
 
 PEERS: dict[str, Peer] = {
-    "rl_loss": Peer(ours, full=True, kinds=True, active=True),
-    "rl_loss, 256 MiB": Peer(partial(ours, workspace_mib=256), replay=False, full=True),
-    "rl_loss, CUDA graph": Peer(graphed, whole=True),
-    "rl_loss + icepop": Peer(with_loss(True), full=True, kinds=True, active=True),
-    "rl_loss + icepop, one pass": Peer(one_pass, replay=False, full=True, kinds=True, active=True),
-    "rl_loss + icepop, no evidence": Peer(with_loss(False)),
-    "rl_loss + icepop, compiled": Peer(with_loss(True, True), only="k128"),
-    "rl_loss + icepop, no evidence, compiled": Peer(with_loss(False, True), only="k128"),
-    "torch.sparse": Peer(cusparse, float32=True),
-    "eager CSR pairs": Peer(csr_pairs),
-    "padded dense replay": Peer(padded_dense_replay),
-    "full log_softmax": Peer(full_log_softmax, full=True),
-    "chunked torch": Peer(chunked_torch, replay=False, full=True),
-    "Liger, none": Peer(liger("none"), replay=False, full=True, package="liger_kernel"),
-    "Liger, mean": Peer(liger("mean"), replay=False, full=True, package="liger_kernel"),
-    "Liger, Hopper": Peer(liger_hopper, replay=False, full=True, package="cutlass"),
-    "CCE, unfiltered": Peer(
-        cut_cross_entropy, replay=False, full=True, package="cut_cross_entropy"
+    "ours": Peer("rl_loss", ours, full=True, kinds=True, active=True),
+    "256mib": Peer("rl_loss, 256 MiB", partial(ours, workspace_mib=256), **FULL),
+    "graph": Peer("rl_loss, CUDA graph", graphed, whole=True, on="cuda"),
+    "icepop": Peer("rl_loss + icepop", with_loss(True), full=True, kinds=True, active=True),
+    "icepop-kl": Peer(
+        "rl_loss + icepop, KL", with_loss(True, kl_tau=1e-3), full=True, kinds=True, active=True
+    ),
+    "one-pass": Peer("rl_loss + icepop, one pass", one_pass, **FULL, kinds=True, active=True),
+    "plain": Peer("rl_loss + icepop, no evidence", with_loss(False)),
+    "compiled": Peer(
+        "rl_loss + icepop, compiled",
+        with_loss(True, compiled=True),
+        only=("k128",),
+        on="cuda",
+        compiles=40.0,
+    ),
+    "compiled-plain": Peer(
+        "rl_loss + icepop, no evidence, compiled",
+        with_loss(False, compiled=True),
+        only=("k128",),
+        on="cuda",
+        compiles=20.0,
+    ),
+    "add-grad": Peer(
+        "rl_loss, added to .grad", added_to_grad, only=("micro", "tiny"), whole=True, adds=True
+    ),
+    "add-float32": Peer(
+        "rl_loss, added to a float32 buffer",
+        added_to_float32,
+        only=("micro", "tiny"),
+        whole=True,
+        adds=True,
+    ),
+    "sparse": Peer("torch.sparse", cusparse, float32=True),
+    "pairs": Peer("eager CSR pairs", csr_pairs, share=1.0),
+    "padded": Peer("padded dense replay", padded_dense_replay, dense=True),
+    "padded-online": Peer(
+        "padded replay with V's entropy, recomputed", padded_online_replay, dense=True
+    ),
+    "logits": Peer("full log_softmax", full_log_softmax, full=True, on="cpu", dense=True),
+    "chunked": Peer("chunked torch", chunked_torch, **FULL),
+    "trl": Peer(
+        "TRL, chunked head", trl, **FULL, active=True, packages=("trl",), install="trl>=1.16"
+    ),
+    "liger": Peer("Liger, none", liger("none"), **LIGER),
+    "liger-mean": Peer("Liger, mean", liger("mean"), **LIGER),
+    "liger-hopper": Peer(
+        "Liger, Hopper",
+        liger_scaled,
+        **FULL,
+        packages=("liger_kernel", "cutlass"),
+        install="liger-kernel[cutedsl]>=0.8.5",
+        on="hopper",
+        compiles=40.0,
+    ),
+    "cce": Peer(
+        "CCE, unfiltered",
+        cut_cross_entropy,
+        **FULL,
+        packages=("cut_cross_entropy",),
+        install="cut-cross-entropy",
+        on="cuda",
     ),
 }

@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.measure import environment, extra_mib, relative_error, synchronize, write_json
 from benchmarks.scaling_model import Machine, expected, forward_sum, shares
 from benchmarks.scaling_results import Row, Side, Sum, draw, tables
+from benchmarks.tables import pyplot
 from benchmarks.workloads import (
     LOGIT_STD,
     H,
@@ -261,8 +262,8 @@ def report(rows: list[Row], size: Size, dtype: str, save: str | None) -> None:
         ratios = [{"ratio": row.ratio, "kernel_ratio": row.kernel_ratio} for row in rows]
         made = [{**asdict(row), **more} for row, more in zip(rows, ratios, strict=True)]
         write_json(save, {**facts, "rows": made})
+        print(f"written: results/{save}.json", flush=True)
         draw(save)
-        print(f"written: results/{save}.json and .png", flush=True)
 
 
 # --- the processes ---
@@ -311,7 +312,7 @@ def main() -> None:
         print(expected(Machine()))
         return
     if options.save:
-        import matplotlib  # noqa: F401  # before minutes of measuring: `pip install -e ".[bench]"`
+        pyplot()  # says before minutes of measuring that it will not draw
     if "RANK" in os.environ:
         one_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), options, "env://")
         return

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 from benchmarks.measure import RESULTS
-from benchmarks.tables import markdown
+from benchmarks.tables import markdown, pyplot
 
 # Of what TP n may differ from TP 1 by, in bfloat16.
 LOGPROB_BOUND, GRADIENT_BOUND = 1e-4, 2.5e-3
@@ -101,11 +101,9 @@ def tables(rows: list[Row], ranks: int) -> str:
 
 def draw(name: str) -> None:
     """Draws `results/<name>.json` beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
+    if plt is None:
+        return
     result = json.loads((RESULTS / f"{name}.json").read_text())
     rows, ranks = result["rows"], result["ranks"]
     at = range(len(rows))
@@ -138,3 +136,4 @@ def draw(name: str) -> None:
     )
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    print(f"drawn: results/{name}.png")

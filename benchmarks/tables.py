@@ -1,6 +1,9 @@
 """How results are printed and drawn."""
 
+import importlib.util
 import json
+from functools import cache
+from typing import Any
 
 from benchmarks.measure import RESULTS, environment
 
@@ -19,42 +22,60 @@ _COLUMNS = {  # of measure.Row: heading and digits
 
 
 def show(key: str, table: dict, more_digits: int = 0) -> None:
-    """Prints the rows of a table, without the columns that hold nothing."""
-    from rich.console import Console
-    from rich.table import Table
-
-    facts = ", ".join(f"{name} {value}" for name, value in environment().items())
-    printed = Table(
-        title=f"{key}: {table['shape']}, {table['dtype']}\n{facts}", title_justify="left"
-    )
-    columns = {
-        field: digits
-        for field, (_, digits) in _COLUMNS.items()
-        if any(getattr(row, field) for row in table["rows"])
-    }
-    printed.add_column("way")
-    for field in columns:
-        printed.add_column(_COLUMNS[field][0], justify="right")
+    """Prints the rows of a table, without the columns that hold nothing; what has no numbers is
+    told below."""
+    rows = [row for row in table["rows"] if not row.note]
+    print(f"\n{key}: {table['shape']}, {table['dtype']}")
+    print(", ".join(f"{name} {value}" for name, value in environment().items()))
 
     def text(value: float | None, digits: int | None) -> str:
         if value is None:
             return ""
         if digits is None:
             return f"{value:.1e}"
-        return f"{value:.{digits + more_digits if digits else 0}f}"
+        digits += more_digits if digits else 0
+        return f"{round(value, digits) + 0.0:.{digits}f}"  # no -0
 
+    fields = [field for field in _COLUMNS if any(getattr(row, field) for row in rows)]
+    lines = [
+        {
+            **({"key": row.key} if row.key else {}),
+            "way": row.name,
+            **{_COLUMNS[f][0]: text(getattr(row, f), _COLUMNS[f][1]) for f in fields},
+        }
+        for row in rows
+    ]
+    print(markdown(lines) if lines else "Nothing was measured.")
     for row in table["rows"]:
-        values = (text(getattr(row, field), digits) for field, digits in columns.items())
-        printed.add_row(row.name, *((row.note,) if row.note else values))
-    Console(width=150).print(printed)
+        if row.note:
+            print(f"{row.key or row.name}: {row.note}")
 
 
-def draw(name: str, what: str) -> None:
-    """Draws `results/<name>.json` beside it."""
+def columns(listed: dict[str, str]) -> str:
+    """Keys and what they mean, as `--help` lists them."""
+    width = max(map(len, listed))
+    return "\n".join(f"  {key:{width}}  {about}" for key, about in listed.items())
+
+
+@cache
+def pyplot() -> Any | None:
+    """matplotlib's, drawing to files; where it is not installed None, and once a line about it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("nothing will be drawn: pip install matplotlib")
+        return None
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
+    return plt
+
+
+def draw(name: str, what: str) -> None:
+    """Draws `results/<name>.json` beside it."""
+    plt = pyplot()
+    if plt is None:
+        return
     from matplotlib.ticker import NullFormatter
 
     result = json.loads((RESULTS / f"{name}.json").read_text())
@@ -80,10 +101,10 @@ def draw(name: str, what: str) -> None:
         )
         axis.set_xscale("log")
         axis.set_xlim(min(times) / 3, max(times) * 5)
-        axis.set_title(f"{work}: V {table['shape'].partition(', V ')[2]}", fontsize=8)
+        axis.set_title(f"{work}: {table['shape'].partition(', ')[2]}, {table['dtype']}", fontsize=7)
         axis.tick_params(labelsize=8)
         axis.xaxis.set_minor_formatter(NullFormatter())
-    how = f"{table['dtype']}, {'kernel' if rows[0]['gpu_ms'] else 'wall'} time, log scale"
+    how = f"{'kernel' if rows[0]['gpu_ms'] else 'wall'} time, log scale"
     figure.suptitle(
         f"{what}, {how}\n{result['device']}, torch {result['torch']}, "
         f"{result['date']}, commit {result['commit']}",
@@ -91,6 +112,7 @@ def draw(name: str, what: str) -> None:
     )
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    print(f"drawn: results/{name}.png")
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
