@@ -288,14 +288,13 @@ def _logits_shape(h: int, max_width: int) -> dict[str, int | bool]:
     rest = triton.next_power_of_2(h - block) if block < h <= 2 * block else 0
     # Measured at H 2048: one warp and two rows are best once rows are wide (benchmarks/NOTES.md).
     rows, warps = (8, 4) if max_width <= 16 else (2, 1)
-    scale = max(1, (block + rest) // 2048)
-    return {
-        "WHOLE_H": h <= block + rest,
-        "R": max(1, triton.next_power_of_2(rows // scale)),
-        "BLOCK_H": block,
-        "REST_H": rest,
-        "num_warps": min(8, warps * triton.next_power_of_2(scale)),
-    }
+    scale = max(1, triton.next_power_of_2(block + rest) // 2048)
+    shape = {"R": max(1, rows // scale), "num_warps": min(8, warps * scale)}
+    if block < block + rest < 1.5 * block:  # H 5120
+        shape = {"R": 1, "num_warps": 2}
+    elif rest:  # H 7168, 8192
+        shape = {"R": 4, "num_warps": 4}
+    return {"WHOLE_H": h <= block + rest, "BLOCK_H": block, "REST_H": rest, **shape}
 
 
 def gathered_logits(call: HeadCall, z: Tensor) -> None:
