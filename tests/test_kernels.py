@@ -492,7 +492,7 @@ def test_hidden_sizes_beyond_one_block(monkeypatch):
     import rl_loss.kernels.entry_sums as entry_sums
     import rl_loss.kernels.rows as rows
 
-    shape = {"WHOLE_H": False, "R": 2, "BLOCK_H": 16, "num_warps": 2}
+    shape = {"WHOLE_H": False, "R": 2, "BLOCK_H": 16, "REST_H": 0, "num_warps": 2}
     monkeypatch.setattr(rows, "_logits_shape", lambda h, width: shape)
     logits = spied(monkeypatch, rows, "_logits_kernel")
     compare(random_batch(5, 37, 29, kinds=REPLAY))
@@ -501,6 +501,20 @@ def test_hidden_sizes_beyond_one_block(monkeypatch):
     monkeypatch.setattr(rows, "_logits_shape", lambda h, width: {**shape, "BLOCK_H": 512})
     compare(random_batch(2, 1030, 5, kinds=REPLAY, widths=(3, 2)))
     assert [call.kwargs["BLOCK_H"] for call in sums] == [1024, 1024]
+
+
+@kernels
+@pytest.mark.parametrize(("h", "rest"), [(256, 0), (261, 8), (400, 256), (512, 256), (513, 0)])
+@pytest.mark.parametrize("widths", [(3, 2), (40, 3)])
+def test_a_hidden_row_in_two_blocks(h, rest, widths, monkeypatch):
+    import rl_loss.kernels.rows as rows
+
+    monkeypatch.setattr(rows, "_MOST_COLUMNS", 256)
+    logits = spied(monkeypatch, rows, "_logits_kernel")
+    compare(random_batch(3, h, 53, kinds=REPLAY, widths=widths))
+    (call,) = logits
+    assert call.kwargs["REST_H"] == rest
+    assert call.kwargs["WHOLE_H"] == (h <= 512)
 
 
 # --- what is checkpointed, padded, or under another default dtype ---

@@ -26,6 +26,8 @@ from rl_loss.kernels.records import (
 )
 from rl_loss.plan import TILE, width_block
 
+_MOST_COLUMNS = 4096  # of a hidden row in one block of registers
+
 
 @triton.jit
 def _logits_kernel(
@@ -59,9 +61,12 @@ def _logits_kernel(
     TILE: tl.constexpr,
     R: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    REST_H: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Logits of one tile of a row's entries; the hidden row stays in registers where it fits."""
+    """Logits of one tile of a row's entries; the hidden row stays in registers where it fits, of
+    BLOCK_H columns or of as many and REST_H more (blocks are powers of two, H is none above 4096
+    in most models)."""
     tile = tl.load(tiles + tl.program_id(0))
     row = tile >> 32
     on = True
@@ -79,6 +84,9 @@ def _logits_kernel(
             columns = columns.to(tl.int64)
         h_row = hidden + row * sh0
         h = tl.load(h_row + columns * sh1, mask=columns < H, other=0.0).to(ACC)
+        if REST_H:
+            rest = BLOCK_H + tl.arange(0, REST_H).to(columns.dtype)
+            h_rest = tl.load(h_row + rest * sh1, mask=rest < H, other=0.0).to(ACC)
         for first in range(start, end, R):
             entry = first + tl.arange(0, R)
             there = entry < end
@@ -94,6 +102,13 @@ def _logits_kernel(
                     other=0.0,
                 )
                 raw = tl.sum(w.to(ACC) * h[None, :], axis=1)
+                if REST_H:
+                    w_rest = tl.load(
+                        w_rows + rest[None, :] * sw1,
+                        mask=held[:, None] & (rest < H)[None, :],
+                        other=0.0,
+                    )
+                    raw += tl.sum(w_rest.to(ACC) * h_rest[None, :], axis=1)
             else:
                 raw = tl.zeros([R], dtype=ACC)
                 for at in range(0, H, BLOCK_H):
@@ -269,16 +284,17 @@ def _rows_kernel(
 def _logits_shape(h: int, max_width: int) -> dict[str, int | bool]:
     """The block of the logits kernel: weight rows at a time and columns held in registers."""
     # At least 256 columns: narrower, the threads of a warp would hold the same values twice.
-    block = min(max(triton.next_power_of_2(h), 256), 4096)
+    block = min(max(triton.next_power_of_2(h), 256), _MOST_COLUMNS)
+    rest = triton.next_power_of_2(h - block) if block < h <= 2 * block else 0
     # Measured at H 2048: one warp and two rows are best once rows are wide (benchmarks/NOTES.md).
     rows, warps = (8, 4) if max_width <= 16 else (2, 1)
-    scale = max(1, block // 2048)
-    return {
-        "WHOLE_H": h <= block,
-        "R": max(1, rows // scale),
-        "BLOCK_H": block,
-        "num_warps": min(8, warps * scale),
-    }
+    scale = max(1, triton.next_power_of_2(block + rest) // 2048)
+    shape = {"R": max(1, rows // scale), "num_warps": min(8, warps * scale)}
+    if block < block + rest < 1.5 * block:  # H 5120
+        shape = {"R": 1, "num_warps": 2}
+    elif rest:  # H 7168, 8192
+        shape = {"R": 4, "num_warps": 4}
+    return {"WHOLE_H": h <= block + rest, "BLOCK_H": block, "REST_H": rest, **shape}
 
 
 def gathered_logits(call: HeadCall, z: Tensor) -> None:
