@@ -31,13 +31,19 @@ class Row:
     both_max_ms: float = 0.0
     gpu_ms: float | None = None  # the sum of the kernels' own times, forward and backward
     launches: int | None = None
+    cpu_ms: float | None = None  # the process's own time, the least of the runs
     extra_mib: float | None = 0.0  # beyond inputs and their gradients, outputs included
     logprob_error: float | None = None
     gradient_error: float | None = None
     ratio: float = 1.0
 
 
-def milliseconds(function: Callable[[], object], repeats: int, warm_up: int = 2) -> list[float]:
+def milliseconds(
+    function: Callable[[], object],
+    repeats: int,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Wall time of each call, the device's work included; of one over a second just two."""
     times: list[float] = []
     for call in range(warm_up + repeats):
@@ -46,10 +52,10 @@ def milliseconds(function: Callable[[], object], repeats: int, warm_up: int = 2)
         if len(times) == 2 and min(times) > 1e3:
             break
         synchronize()
-        start = time.perf_counter()
+        start = clock()
         function()
         synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
+        times.append(1e3 * (clock() - start))
     return times
 
 
