@@ -48,6 +48,11 @@ def rows_of_entries(offsets: Tensor, nnz: int) -> Tensor:
     return torch.repeat_interleave(rows, offsets.diff(), output_size=nnz)
 
 
+def rows_at(offsets: Tensor, entries: Tensor) -> Tensor:
+    """The rows of some entries `[M]`: what `rows_of_entries` says of them, without the others."""
+    return torch.searchsorted(offsets, entries, right=True) - 1
+
+
 def offsets_of(counts: Tensor) -> Tensor:
     """The bounds `[N + 1]` int64 of rows with so many entries each."""
     zero = torch.zeros(1, dtype=torch.int64, device=counts.device)

@@ -10,7 +10,14 @@ from einops import rearrange
 from torch import Tensor
 
 from rl_loss.arguments import is_integral, numbers, refuse_half, require_tensor
-from rl_loss.csr import HostFacts, RowKind, first_row, rows_of_entries
+from rl_loss.csr import (
+    HostFacts,
+    RowKind,
+    first_row,
+    rows_at,
+    rows_of_entries,
+    selected_entries,
+)
 from rl_loss.packing import UNKNOWN_LOGPROB, numbers_of_bytes, unpack_entries
 
 
@@ -231,13 +238,18 @@ def default_tail_mass(columns: Columns, offsets: Tensor) -> Tensor:
     ids, logprobs, known, counts, kind = columns
     zeros = torch.zeros(len(counts), dtype=torch.float64, device=ids.device)
     draws, replay = kind == RowKind.DRAWS, kind == RowKind.REPLAY
-    if ids.device.type == "cpu" and known.all() and (draws | replay | (counts == 0)).all():
-        return torch.where(counts > 0, zeros, 1.0)  # as below, without the sums: half of the time
-    rows = rows_of_entries(offsets, len(ids))
-    q = torch.where(known, logprobs.double().exp(), 0.0)
+    at: Any = slice(None)
+    if ids.device.type == "cpu":  # on the host only the entries that are summed are looked at
+        if known.all() and (draws | replay | (counts == 0)).all():
+            return torch.where(counts > 0, zeros, 1.0)
+        at = known.nonzero()[:, 0]
+        rows = rows_at(offsets, at)
+    else:
+        rows = rows_of_entries(offsets, len(ids))
+    q = torch.where(known[at], logprobs[at].double().exp(), 0.0)
     missing = (1 - zeros.index_add(0, rows, q)).clamp(min=0)
-    unknown = zeros.index_add(0, rows, (~known).double())
-    whole = draws | (replay & (unknown == 0))
+    held = zeros.index_add(0, rows, known[at].double())
+    whole = draws | (replay & (held == counts))
     return torch.where(whole & (counts > 0), 0.0, missing)
 
 
@@ -291,15 +303,21 @@ def check_kinds_and_ids(ids: Tensor, host: HostFacts) -> None:
             f"ids must be empty in a row of kind {RowKind(int(kind[row])).name}, "
             f"got {int(widths[row])} in row {row}"
         )
-    rows = rows_of_entries(host.offsets, len(ids))
-    if (ids < 0).any():
-        at = first_row(ids < 0)
-        raise ValueError(f"ids must not be negative, got {int(ids[at])} in row {int(rows[at])}")
-    unique = (kind == RowKind.REPLAY) | (kind == RowKind.HEAD)
+    if len(ids) and ids.amin() < 0:
+        at = torch.tensor(first_row(ids < 0))
+        row = int(rows_at(host.offsets, at))
+        raise ValueError(f"ids must not be negative, got {int(ids[at])} in row {row}")
     # Rows in ascending order are seen to be unique without a sort.
-    order = (ids[1:] <= ids[:-1]) & (rows[1:] == rows[:-1]) & unique[rows[1:]]
-    if order.any():
-        keys = (rows << 31 | ids)[unique[rows]].sort().values
+    falls = ids[1:] <= ids[:-1]
+    starts = host.offsets[1:-1]
+    falls[starts[(starts > 0) & (starts < len(ids))] - 1] = False  # from one row to the next
+    if falls.any():
+        unique = (kind == RowKind.REPLAY) | (kind == RowKind.HEAD)
+        rows = rows_at(host.offsets, falls.nonzero()[:, 0]).unique_consecutive()
+        rows = rows[unique[rows]]
+        entries, offsets = selected_entries(host.offsets, rows)
+        of_row = torch.repeat_interleave(rows << 31, offsets.diff(), output_size=len(entries))
+        keys = (of_row | ids[entries]).sort().values
         twice = keys[1:] == keys[:-1]
         if twice.any():
             key = int(keys[first_row(twice)])
