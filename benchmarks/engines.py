@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.measure import Row, milliseconds, write
 from benchmarks.tables import draw, show
