@@ -36,18 +36,20 @@ INTS = Numbers("q", torch.int64, "an int", "ids", "i", "ilq", torch.int32)
 # Many floats stay in float64 until they are checked.
 REALS = Numbers("d", torch.float64, "a float", "floats", "d", "fd", torch.float32)
 
+_DICTS = (dict, Mapping)  # to know the most common one takes a tenth of the time
+
 _NO_NUMBER = (TypeError, ValueError, OverflowError, RuntimeError)
 _NO_TRIPLE = (*_NO_NUMBER, IndexError, KeyError)
 
 
 def read(source: Any, name: str) -> Any:
     """A field of an object or a dict, None where it has none."""
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+    return source.get(name) if isinstance(source, _DICTS) else getattr(source, name, None)
 
 
 def has(source: Any, name: str) -> bool:
     """Whether an object or a dict has the field, be it None."""
-    return name in source if isinstance(source, Mapping) else hasattr(source, name)
+    return name in source if isinstance(source, _DICTS) else hasattr(source, name)
 
 
 # --- lists ---
@@ -174,7 +176,11 @@ def _no_number(name: str, values: Iterable[Any], sort: Numbers) -> ValueError:
 
 def top_entries(name: str, rows: Iterable[Any]) -> list[dict[int, float]]:
     """Each token's top log-probabilities by id."""
-    return [_entries(f"{name}[{row}]", given) for row, given in enumerate(rows)]
+    entries = []
+    for row, given in enumerate(rows):
+        known = _at_once(given)
+        entries.append(_entries(f"{name}[{row}]", given) if known is None else known)
+    return entries
 
 
 def end_to_end(name: str, entries: Sequence[dict[int, float]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,6 +216,30 @@ def content_id(name: str, entry: Any) -> int:
         ) from error
 
 
+def _at_once(given: Any) -> dict[int, float] | None:
+    """What `_entries` makes of well-formed entries of one sort, several times as fast; None of any
+    others."""
+    ids: Any = given
+    try:
+        if isinstance(given, list):
+            ids, logprobs = [one[1] for one in given], [one[0] for one in given]
+        elif not isinstance(given, dict):
+            return None
+        elif "logprob" in given:
+            top = (*(given.get("top_logprobs") or ()), given)
+            ids, logprobs = [one["token_id"] for one in top], [one["logprob"] for one in top]
+        else:
+            logprobs = list(given.values())
+            if logprobs and isinstance(logprobs[0], dict):
+                logprobs = [entry["logprob"] for entry in logprobs]
+            elif logprobs and hasattr(logprobs[0], "logprob"):
+                logprobs = [entry.logprob for entry in logprobs]
+        whole = {*map(type, ids)} <= {int}
+        return dict(zip(ids, map(float, logprobs), strict=True)) if whole else None
+    except (*_NO_TRIPLE, AttributeError):
+        return None
+
+
 def _entries(name: str, given: Any) -> dict[int, float]:
     """vLLM's dict from id to `Logprob`, its dict or a float; an entry of a server's `content`;
     SGLang's list of `(logprob, id, text)`."""
@@ -218,11 +248,11 @@ def _entries(name: str, given: Any) -> dict[int, float]:
         return {content_id(name, one): _logprob(name, read(one, "logprob")) for one in top}
     if is_list(given):
         return dict(zip(*triples(name, given), strict=True))
-    if not isinstance(given, Mapping):
+    if not isinstance(given, _DICTS):
         raise ValueError(f"{name} must hold log-probabilities by id, got {short(given)}")
     known = {}
     for token, entry in given.items():
-        fields = isinstance(entry, Mapping) or hasattr(entry, "logprob")
+        fields = isinstance(entry, _DICTS) or hasattr(entry, "logprob")
         logprob = read(entry, "logprob") if fields else entry
         try:
             known[token if type(token) is int else _id(token)] = float(logprob)

@@ -74,7 +74,7 @@ def vllm_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> Col
     given = [(name, _rows(name, source, kept)) for name, source in sources]
     q = None
     for name, rows in given:
-        if rows is None:
+        if rows is None or not len(kept.ids):  # no id is to be known
             continue
         if q is None:
             q = _kept_logprobs(name, rows, kept)
