@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_loss.csr import TOLERANCE, RowKind, first_row, offsets_of, rows_at
+from rl_loss.csr import TOLERANCE, RowKind, entries_of, first_row, offsets_of, rows_at
 from rl_loss.engine_lists import (
     INTS,
     REALS,
@@ -191,7 +191,7 @@ def label_logprobs(columns: Columns, labels: Tensor) -> Tensor:
     """`[N]` float32: the log-probability that each row holds of its label."""
     ids, logprobs, known, counts, _ = columns
     same_length("answer: the sampled tokens", labels, len(counts))
-    own = _entries_of(labels, ids, offsets_of(counts))
+    own = _Entries(*entries_of(labels, ids, offsets_of(counts)))
     found = torch.full(counts.shape, math.nan, dtype=torch.float32)
     found[own.rows] = torch.where(known[own.at], logprobs[own.at], math.nan)
     missing = found.isnan()
@@ -367,19 +367,10 @@ def _shift(name: str, over_kept: Tensor, raw: Tensor) -> Tensor:
     return shift
 
 
-def _entries_of(tokens: Tensor, ids: Tensor, offsets: Tensor) -> _Entries:
-    """The entries that are their row's token."""
-    # What no int32 holds is no id, as -1 is none.
-    narrow = torch.where((tokens >= 0) & (tokens < 2**31), tokens, -1).to(torch.int32)
-    at = ids == torch.repeat_interleave(narrow, offsets.diff(), output_size=len(ids))
-    entries = at.nonzero()[:, 0]
-    return _Entries(entries, rows_at(offsets, entries))
-
-
 def _own(name: str, tokens: Tensor, kept: _Kept) -> _Entries:
     """The sampled tokens' entries, of which each of SGLang's rows must hold one."""
     same_length(name, tokens, len(kept.counts))
-    own = _entries_of(tokens, kept.ids, kept.offsets)
+    own = _Entries(*entries_of(tokens, kept.ids, kept.offsets))
     held = torch.zeros(len(tokens), dtype=torch.bool)
     held[own.rows] = True
     if not held.all():

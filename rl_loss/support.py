@@ -18,9 +18,9 @@ from rl_loss.constructors import SupportConstructors
 from rl_loss.csr import (
     HostFacts,
     RowKind,
+    count_by_row,
     first_row,
     offsets_of,
-    rows_at,
     rows_of_entries,
     selected_entries,
 )
@@ -517,14 +517,7 @@ def _per_sequence(name: str, value: Any) -> Tensor:
 def _complete(known: Tensor, offsets: Tensor) -> Tensor:
     """Bool `[N]`: the row has entries, and q is known for each."""
     counts = offsets.diff()
-    if known.device.type == "cpu":  # of a whole or a half answer a small part need be looked at
-        if known.all():
-            return counts > 0
-        held = torch.bincount(rows_at(offsets, known.nonzero()[:, 0]), minlength=len(counts))
-    else:
-        rows = rows_of_entries(offsets, len(known))
-        held = torch.zeros_like(counts).index_add_(0, rows, known.long())
-    return (held == counts) & (counts > 0)
+    return (count_by_row(known, offsets) == counts) & (counts > 0)
 
 
 def _without_the_rest(tensor: Tensor) -> Tensor:
