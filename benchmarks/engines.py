@@ -1,29 +1,32 @@
 """Reading an engine's answer: `python -m benchmarks.engines [--save NAME]`.
 
-One answer of 16359 tokens whose top-p supports hold 3.85 million ids, in every form in which
-vLLM and SGLang hand it out, and what else makes a support, on one CPU core. The time is the
-process's own (`time.process_time`), the least of the runs: what else runs on the machine does not
-count. A JSON answer is read when the time begins, as the client's library has it.
+One answer of 16359 tokens whose top-p supports hold 3.85 million ids, in every form in which vLLM
+and SGLang hand it out, and what else makes a support of it, on one CPU core. The time is the
+process's own (`time.process_time`), the least of the runs: other programs take no part of it, but
+they share the caches. JSON is decoded before, as the client's library has it.
 """
 
 import argparse
 import gc
 import json
+import math
 import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.measure import Row, milliseconds, write
-from benchmarks.tables import draw, show
+from benchmarks.tables import show
 from benchmarks.workloads import V, zipf_rows
 from rl_loss import Support
+from rl_loss.packing import UNKNOWN_LOGPROB
 
 KEPT_MASS = 0.95  # of the vocabulary, in every row
 TOP = 20
@@ -56,11 +59,6 @@ class Answer:
     logprobs: list[list[float]]
     top: list[dict[int, float]]  # of each token the sampled one and the top 20, -inf if not kept
 
-    @property
-    def own(self) -> list[float]:
-        """Of the sampled tokens."""
-        return [row[token] for row, token in zip(self.top, self.sampled, strict=True)]
-
 
 def answer(n: int, nnz: int, seed: int = 0) -> Answer:
     """Widths with the quantiles of SmolLM2's top-p 0.95 supports: a tenth of one id, median 44,
@@ -91,7 +89,7 @@ def from_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def content(given: Answer, name: Callable[[int], dict]) -> dict:
+def content(given: Answer, name: Callable[[int], dict[str, Any]]) -> dict:
     """`logprobs` of vLLM's server, which has no -inf."""
     rows = []
     for row, token in zip(given.top, given.sampled, strict=True):
@@ -100,93 +98,121 @@ def content(given: Answer, name: Callable[[int], dict]) -> dict:
     return {"content": rows}
 
 
+def flat_answers(given: Answer) -> dict[str, Any]:
+    """Masks as vLLM has them inside the engine: flat arrays with offsets."""
+    ids, q, offsets = given.support.ids, given.support.sampler_logprobs, given.support.offsets
+    rows = given.support.entry_rows
+    order = q.argsort(descending=True)
+    order = order[rows[order].argsort(stable=True)]
+    partly = torch.where(offsets.diff()[rows] > 2048, UNKNOWN_LOGPROB, q)
+
+    def mask(ids: Tensor, q: Tensor | None) -> SimpleNamespace:
+        logprobs = None if q is None else q.numpy()
+        return SimpleNamespace(token_ids=ids.numpy(), offsets=offsets.numpy(), logprobs=logprobs)
+
+    return {
+        "flat arrays": mask(ids, q),
+        "flat arrays, the widest rows -9999": mask(ids, partly),
+        "flat arrays, by probability": mask(ids[order], q[order]),
+        "flat arrays of ids": mask(ids, None),
+    }
+
+
 def vllm_answers(given: Answer) -> dict[str, Any]:
-    """What `from_vllm` reads; complete, but for those with the top 20 and those with the mask."""
-    support, tokens = given.support, given.sampled
-    ids, offsets = support.ids.numpy(), support.offsets.numpy()
-    values = support.sampler_logprobs.numpy()
-    flat = SimpleNamespace(token_ids=ids, offsets=offsets, logprobs=values)
-    lists = SimpleNamespace(token_ids=given.ids, logprobs=given.logprobs)
-    of_arrays = SimpleNamespace(
-        token_ids=np.split(ids, offsets[1:-1]), logprobs=np.split(values, offsets[1:-1])
-    )
+    """What `from_vllm` reads."""
+    tokens, bounds, flat = given.sampled, given.support.offsets[1:-1].numpy(), flat_answers(given)
+    arrays = flat["flat arrays"]
+    parts = [np.split(values, bounds) for values in (arrays.token_ids, arrays.logprobs)]
     top = [{token: Logprob(q) for token, q in row.items()} for row in given.top]
-    mask = SimpleNamespace(token_ids=given.ids, logprobs=None)
-    flat_mask = SimpleNamespace(token_ids=ids, offsets=offsets, logprobs=None)
     choice = {"token_ids": tokens, "sampling_mask": given.ids}
-    by_id = {"logprobs": content(given, lambda token: {"token_id": token})}
-    by_text = {"logprobs": content(given, lambda token: {"token": f"token_id:{token}"})}
+    by_id = content(given, lambda token: {"token_id": token})
+    by_text = content(given, lambda token: {"token": f"token_id:{token}"})
 
     def output(mask: Any, logprobs: Any = None) -> SimpleNamespace:
         return SimpleNamespace(token_ids=tokens, sampling_mask=mask, logprobs=logprobs)
 
+    def lists(ids: list, logprobs: list | None) -> SimpleNamespace:
+        return SimpleNamespace(token_ids=ids, logprobs=logprobs)
+
     return {
-        "flat arrays with offsets": output(flat),
-        "lists of lists": output(lists),
-        "lists of arrays": output(of_arrays),
-        "JSON, lists of lists": from_json(choice | {"sampling_mask_logprobs": given.logprobs}),
-        "lists, top-20 dictionaries": output(mask, top),
-        "flat arrays, top-20 dictionaries": output(flat_mask, top),
-        "JSON, lists, top-20 content": from_json(choice | by_id),
-        "JSON, lists, top-20 content of texts": from_json(choice | by_text),
-        "lists, mask alone": output(mask),
+        **{form: output(mask) for form, mask in flat.items()},
+        "lists": output(lists(given.ids, given.logprobs)),
+        "lists of ids": output(lists(given.ids, None)),
+        "lists of arrays": output(lists(*parts)),
+        "JSON, lists": from_json(choice | {"sampling_mask_logprobs": given.logprobs}),
+        "lists, top-20 dictionaries": output(lists(given.ids, None), top),
+        "flat arrays, top-20 dictionaries": output(flat["flat arrays of ids"], top),
+        "JSON, lists, top-20 content": from_json(choice | {"logprobs": by_id}),
+        "JSON, lists, top-20 content of texts": from_json(choice | {"logprobs": by_text}),
     }
 
 
 def sglang_answers(given: Answer) -> dict[str, Any]:
     """What `from_sglang` reads: the engine's chunk, its support mode, and the top 20 over V."""
-    support, shift = given.support, float(np.log(KEPT_MASS))
+    support, shift = given.support, math.log(KEPT_MASS)
     arrays = (support.offsets.diff(), support.ids, support.sampler_logprobs)
-    own = list(zip(given.own, given.sampled, strict=True))
-    mask = {"output_token_sampling_mask": given.ids}
-    scored = {"output_token_logprobs": [(q + shift, token, None) for q, token in own]}
-    every = mask | scored | {"output_token_sampling_logprobs": given.logprobs}
+    chunk = Chunk(*(values.numpy() for values in arrays))
+    own = [row[token] for row, token in zip(given.top, given.sampled, strict=True)]
+    pairs = zip(own, given.sampled, strict=True)
+    scored = {
+        "output_token_sampling_mask": given.ids,
+        "output_token_logprobs": [(q + shift, token, None) for q, token in pairs],
+    }
     top = [[(max(q, -30.0) + shift, t, None) for t, q in row.items()] for row in given.top]
-    selected = mask | scored | {"output_token_sampling_logprobs": given.own}
+    every = scored | {"output_token_sampling_logprobs": given.logprobs}
+    some = scored | {"output_token_sampling_logprobs": own, "output_top_logprobs": top}
     return {
-        "the engine's chunk": {
+        "chunk": {
             "output_ids": given.sampled,
-            "meta_info": {"output_token_sampling_mask": Chunk(*(a.numpy() for a in arrays))},
+            "meta_info": {"output_token_sampling_mask": chunk},
         },
         "JSON, support mode": from_json({"meta_info": every}),
-        "JSON, top 20": from_json({"meta_info": selected | {"output_top_logprobs": top}}),
+        "JSON, top 20": from_json({"meta_info": some}),
+    }
+
+
+def floors(given: Answer) -> dict[str, Callable[[], object]]:
+    """What the entries alone take: copied, and turned from lists into arrays."""
+    ids, q = given.support.ids, given.support.sampler_logprobs
+
+    def joined(code: str, rows: list[list]) -> array:
+        flat = array(code)
+        for row in rows:
+            flat.fromlist(row)
+        return flat
+
+    return {
+        "floor: arrays copied": lambda: (ids.clone(), q.clone()),
+        "floor: lists to arrays": lambda: (joined("i", given.ids), joined("d", given.logprobs)),
     }
 
 
 def ways(given: Answer) -> dict[str, Callable[[], object]]:
-    """Each form by name; floors first: what arrays and lists cost without a support."""
-    vllm, sglang, support = vllm_answers(given), sglang_answers(given), given.support
-    flat = vllm["flat arrays with offsets"].sampling_mask
-    offsets = torch.from_numpy(flat.offsets)
+    """Each way to a support by name."""
+    support = given.support
     packed, counts, *_ = support.to_packed()
     ids, widths, logprobs, *_ = support.to_bytes()
     rows = list(zip(given.ids, given.logprobs, strict=True))
-    top = vllm["lists, top-20 dictionaries"].logprobs
-    floors: dict[str, Callable[[], object]] = {
-        "floor: two arrays copied": lambda: (flat.token_ids.copy(), flat.logprobs.copy()),
-        "floor: lists of ids as one array": lambda: array("q", chain.from_iterable(given.ids)),
-        "rl_loss: from_packed": lambda: Support.from_packed(packed, counts),
-        "rl_loss: from_bytes": lambda: Support.from_bytes(ids, widths, logprobs),
-        "rl_loss: from_rows, lists": lambda: Support.from_rows(rows),
-        "rl_loss: validate": lambda: support.validate(sampled, V, inference_logprobs=own),
-        "rl_loss: from_top_logprobs": lambda: Support.from_top_logprobs(kept),
+    kept = [{t: Logprob(q) for t, q in row.items() if q > -torch.inf} for row in given.top]
+    labels = torch.tensor(given.sampled)
+    made: dict[str, Callable[[], object]] = floors(given)
+    made |= {
+        "from_packed": lambda: Support.from_packed(packed, counts),
+        "from_bytes": lambda: Support.from_bytes(ids, widths, logprobs),
+        "from_rows, lists": lambda: Support.from_rows(rows),
+        "from_top_logprobs, dictionaries": lambda: Support.from_top_logprobs(kept),
     }
-    sampled, own = torch.tensor(given.sampled), torch.tensor(given.own)
-    kept = [{t: e for t, e in row.items() if e.logprob > -torch.inf} for row in top]
-    made = dict(floors)
-    for engine, answers in (("vLLM", vllm), ("SGLang", sglang)):
-        read = Support.from_vllm if engine == "vLLM" else Support.from_sglang
-        for form, one in answers.items():
-            made[f"rl_loss: {engine}, {form}"] = lambda read=read, one=one: read(one)
-    for engine, form in (
-        ("vLLM", "flat arrays with offsets"),
-        ("vLLM", "lists of lists"),
-        ("vLLM", "lists, top-20 dictionaries"),
-        ("SGLang", "the engine's chunk"),
-    ):
-        one = (vllm if engine == "vLLM" else sglang)[form]
-        made[f"rl_loss: read_answer, {engine}, {form}"] = lambda one=one: Support.read_answer(one)
-    assert int(offsets[-1]) == len(flat.token_ids)
+    vllm, sglang = vllm_answers(given), sglang_answers(given)
+    for form, one in vllm.items():
+        made[f"from_vllm, {form}"] = lambda one=one: Support.from_vllm(one)
+    for form, one in sglang.items():
+        made[f"from_sglang, {form}"] = lambda one=one: Support.from_sglang(one)
+    for form in ("flat arrays", "lists", "lists, top-20 dictionaries"):
+        made[f"read_answer, vLLM, {form}"] = lambda one=vllm[form]: Support.read_answer(one)
+    for form, one in sglang.items():
+        made[f"read_answer, SGLang, {form}"] = lambda one=one: Support.read_answer(one)
+    own = Support.read_answer(vllm["lists"]).inference_logprobs
+    made["validate"] = lambda: support.validate(labels, V, inference_logprobs=own)
     return made
 
 
@@ -199,28 +225,26 @@ def run(n: int, nnz: int, repeats: int, only: str) -> dict[str, dict]:
     )
     made = []
     for name, way in ways(given).items():
-        if only not in name:
-            continue
-        gc.collect()
-        times = milliseconds(way, repeats, clock=time.process_time)
-        made.append(Row(name, cpu_ms=min(times)))
-    return {"engines": {"shape": shape, "dtype": "one core, least process time", "rows": made}}
+        if only in name:
+            gc.collect()  # of what the last way left
+            times = milliseconds(way, repeats, clock=time.process_time)
+            made.append(Row(name, cpu_ms=min(times), ratio=0.0))
+    return {"engines": {"shape": shape, "dtype": "least process time", "rows": made}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=16359)
     parser.add_argument("--kept", type=int, default=3_852_009)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--only", default="", help="the ways whose names hold this text")
-    parser.add_argument("--save", metavar="NAME", help="write results/NAME.json and NAME.png")
+    parser.add_argument("--save", metavar="NAME", help="write results/NAME.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tables = run(options.rows, options.kept, options.repeats, options.only)
     show("engines", tables["engines"])
     if options.save:
         write(options.save, tables)
-        draw(options.save, "Reading an engine's answer")
 
 
 if __name__ == "__main__":

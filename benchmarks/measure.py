@@ -120,7 +120,7 @@ def environment() -> dict[str, str]:
     """As the program began: device, versions, commit and date."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = {
-        "device": gpu or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "device": gpu or f"{platform.machine()} CPU{_model()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -135,6 +135,14 @@ def environment() -> dict[str, str]:
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _model() -> str:
+    """The processor's name, where Linux tells it."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f" ({names[0]})" if names else ""
 
 
 def _commit() -> str:

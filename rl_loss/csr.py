@@ -58,9 +58,10 @@ def count_by_row(mask: Tensor, offsets: Tensor) -> Tensor:
     if mask.device.type != "cpu":
         rows = rows_of_entries(offsets, len(mask))
         return torch.zeros_like(offsets[1:]).index_add_(0, rows, mask.long())
-    if mask.all():
-        return offsets.diff()
-    return torch.bincount(rows_at(offsets, mask.nonzero()[:, 0]), minlength=len(offsets) - 1)
+    few = 2 * int(mask.count_nonzero()) <= len(mask)  # on the host the fewer ones are looked up
+    entries = (mask if few else ~mask).nonzero()[:, 0]
+    counted = torch.bincount(rows_at(offsets, entries), minlength=len(offsets) - 1)
+    return counted if few else offsets.diff() - counted
 
 
 def entries_of(tokens: Tensor, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

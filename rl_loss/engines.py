@@ -338,10 +338,11 @@ def _looked_up(name: str, rows: Iterable[Any], kept: _Kept) -> tuple[_Entries, T
 def _known(name: str, q: Tensor, kept: _Kept, at: Tensor | None = None) -> Tensor:
     """The log-probabilities of the kept ids `at` (all by default), NaN where unknown; none may be
     infinite."""
-    if not len(q) or (q.amin() > UNKNOWN_LOGPROB and q.amax() < math.inf):  # so not NaN either
+    least, most = (float(q.amin()), float(q.amax())) if len(q) else (0.0, 0.0)  # NaN: some is
+    if least > UNKNOWN_LOGPROB and most < math.inf:
         return q
-    infinite = q.isinf().nonzero()[:, 0]
-    if len(infinite):
+    if not (-math.inf < least and most < math.inf) and q.isinf().any():
+        infinite = q.isinf().nonzero()[:, 0]
         entries = infinite if at is None else at[infinite]
         first = entries.argmin()
         entry, value = entries[first], float(q[infinite[first]])

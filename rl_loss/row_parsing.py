@@ -14,6 +14,7 @@ from rl_loss.arguments import is_integral, numbers, refuse_half, require_tensor
 from rl_loss.csr import (
     HostFacts,
     RowKind,
+    count_by_row,
     first_row,
     rows_at,
     rows_of_entries,
@@ -239,19 +240,16 @@ def default_tail_mass(columns: Columns, offsets: Tensor) -> Tensor:
     """`[N]` float64: 0 on complete REPLAY and on DRAWS rows, else what q leaves over."""
     ids, logprobs, known, counts, kind = columns
     zeros = torch.zeros(len(counts), dtype=torch.float64, device=ids.device)
-    draws, replay = kind == RowKind.DRAWS, kind == RowKind.REPLAY
-    at: Any = slice(None)
+    complete = count_by_row(known, offsets) == counts
+    whole = (kind == RowKind.DRAWS) | ((kind == RowKind.REPLAY) & complete)
     if ids.device.type == "cpu":  # on the host only the entries that are summed are looked at
-        if known.all() and (draws | replay | (counts == 0)).all():
-            return torch.where(counts > 0, zeros, 1.0)
-        at = known.nonzero()[:, 0]
-        rows = rows_at(offsets, at)
+        some = torch.repeat_interleave(~whole, counts, output_size=len(ids))
+        at = (some & known).nonzero()[:, 0]
+        rows, q = rows_at(offsets, at), logprobs[at].double().exp()
     else:
         rows = rows_of_entries(offsets, len(ids))
-    q = torch.where(known[at], logprobs[at].double().exp(), 0.0)
+        q = torch.where(known, logprobs.double().exp(), 0.0)
     missing = (1 - zeros.index_add(0, rows, q)).clamp(min=0)
-    held = zeros.index_add(0, rows, known[at].double())
-    whole = draws | (replay & (held == counts))
     return torch.where(whole & (counts > 0), 0.0, missing)
 
 
