@@ -31,6 +31,7 @@ class Row:
     both_max_ms: float = 0.0
     gpu_ms: float | None = None  # the sum of the kernels' own times, forward and backward
     launches: int | None = None
+    cpu_ms: float | None = None  # the process's own time, the least of the runs
     extra_mib: float | None = 0.0  # beyond inputs and their gradients, outputs included
     logprob_error: float | None = None
     gradient_error: float | None = None
@@ -38,7 +39,12 @@ class Row:
     key: str = ""  # by which it is chosen
 
 
-def milliseconds(function: Callable[[], object], repeats: int, warm_up: int = 2) -> list[float]:
+def milliseconds(
+    function: Callable[[], object],
+    repeats: int,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Wall time of each call, the device's work included; of one over a second just two."""
     times: list[float] = []
     for call in range(warm_up + repeats):
@@ -47,10 +53,10 @@ def milliseconds(function: Callable[[], object], repeats: int, warm_up: int = 2)
         if call == warm_up:
             times.clear()
         synchronize()
-        start = time.perf_counter()
+        start = clock()
         function()
         synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
+        times.append(1e3 * (clock() - start))
     return times
 
 
@@ -119,7 +125,7 @@ def environment() -> dict[str, str]:
     """As the program began: device, versions, commit and date."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = {
-        "device": gpu or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "device": gpu or f"{platform.machine()} CPU{_model()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -134,6 +140,14 @@ def environment() -> dict[str, str]:
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _model() -> str:
+    """The processor's name, where Linux tells it."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f" ({names[0]})" if names else ""
 
 
 def _commit() -> str:

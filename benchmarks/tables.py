@@ -10,6 +10,7 @@ from benchmarks.measure import RESULTS, environment
 _COLUMNS = {  # of measure.Row: heading and digits
     "gpu_ms": ("gpu ms", 2),
     "launches": ("launches", 0),
+    "cpu_ms": ("cpu ms", 1),
     "both_ms": ("wall ms", 2),
     "both_min_ms": ("min", 2),
     "both_max_ms": ("max", 2),

@@ -48,6 +48,31 @@ def rows_of_entries(offsets: Tensor, nnz: int) -> Tensor:
     return torch.repeat_interleave(rows, offsets.diff(), output_size=nnz)
 
 
+def rows_at(offsets: Tensor, entries: Tensor) -> Tensor:
+    """The rows of some entries `[M]`: what `rows_of_entries` says of them, without the others."""
+    return torch.searchsorted(offsets, entries, right=True) - 1
+
+
+def count_by_row(mask: Tensor, offsets: Tensor) -> Tensor:
+    """How many entries of each row are True, `[N]` int64, without a sync."""
+    if mask.device.type != "cpu":
+        rows = rows_of_entries(offsets, len(mask))
+        return torch.zeros_like(offsets[1:]).index_add_(0, rows, mask.long())
+    few = 2 * int(mask.count_nonzero()) <= len(mask)  # on the host the fewer ones are looked up
+    entries = (mask if few else ~mask).nonzero()[:, 0]
+    counted = torch.bincount(rows_at(offsets, entries), minlength=len(offsets) - 1)
+    return counted if few else offsets.diff() - counted
+
+
+def entries_of(tokens: Tensor, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries whose int32 id is their row's token (int64, `[N]`), and the rows of these."""
+    # What no int32 holds is no id, as -1 is none.
+    narrow = torch.where((tokens >= 0) & (tokens < 2**31), tokens, -1).to(torch.int32)
+    found = ids == torch.repeat_interleave(narrow, offsets.diff(), output_size=len(ids))
+    entries = found.nonzero()[:, 0]
+    return entries, rows_at(offsets, entries)
+
+
 def offsets_of(counts: Tensor) -> Tensor:
     """The bounds `[N + 1]` int64 of rows with so many entries each."""
     zero = torch.zeros(1, dtype=torch.int64, device=counts.device)

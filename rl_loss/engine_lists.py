@@ -16,20 +16,27 @@ import torch
 from torch import Tensor
 
 from rl_loss.arguments import is_integral, numbers, refuse_half
-from rl_loss.csr import first_row, offsets_of, rows_of_entries
+from rl_loss.csr import first_row, offsets_of, rows_at, rows_of_entries
 
 
 class Numbers(NamedTuple):
-    """A sort of numbers: what `array` and torch call it, and what errors do."""
+    """A sort of numbers: what `array` and torch call it, and what errors do; what many of them
+    are read as, and in which formats arrays show them."""
 
     code: str
     dtype: torch.dtype
     one: str
     several: str
+    many: str
+    formats: str
+    half: torch.dtype  # of four bytes
 
 
-INTS = Numbers("q", torch.int64, "an int", "ids")
-REALS = Numbers("d", torch.float64, "a float", "floats")
+INTS = Numbers("q", torch.int64, "an int", "ids", "i", "ilq", torch.int32)
+# Many floats stay in float64 until they are checked.
+REALS = Numbers("d", torch.float64, "a float", "floats", "d", "fd", torch.float32)
+
+_DICTS = (dict, Mapping)  # to know the most common one takes a tenth of the time
 
 _NO_NUMBER = (TypeError, ValueError, OverflowError, RuntimeError)
 _NO_TRIPLE = (*_NO_NUMBER, IndexError, KeyError)
@@ -37,12 +44,12 @@ _NO_TRIPLE = (*_NO_NUMBER, IndexError, KeyError)
 
 def read(source: Any, name: str) -> Any:
     """A field of an object or a dict, None where it has none."""
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+    return source.get(name) if isinstance(source, _DICTS) else getattr(source, name, None)
 
 
 def has(source: Any, name: str) -> bool:
     """Whether an object or a dict has the field, be it None."""
-    return name in source if isinstance(source, Mapping) else hasattr(source, name)
+    return name in source if isinstance(source, _DICTS) else hasattr(source, name)
 
 
 # --- lists ---
@@ -74,7 +81,7 @@ def vector(name: str, values: Any, sort: Numbers) -> Tensor:
         raise ValueError(f"{name} must be a list of {sort.several}, got {short(values)}")
     if not hasattr(values, "dtype") or values.dtype == object:
         try:
-            return _tensor(array(sort.code, values))
+            return _tensor(array(sort.code, values), 8, sort)
         except _NO_NUMBER as error:
             raise _no_number(name, values, sort) from error
     if not getattr(getattr(values, "flags", None), "writeable", True):
@@ -88,36 +95,71 @@ def vector(name: str, values: Any, sort: Numbers) -> Tensor:
     return refuse_half(name, tensor).to(sort.dtype)
 
 
+def column(name: str, values: Any, sort: Numbers) -> Tensor:
+    """As `vector`, but in four bytes a number where an array has them so; copied, for the engine
+    may use its memory again."""
+    copied = _buffers([values], sort)
+    return vector(name, values, sort) if copied is None else copied
+
+
 def ragged(name: str, rows: Iterable[Any], sort: Numbers) -> tuple[Tensor, Tensor]:
-    """Rows of numbers one after another, and how many each has, `[N]` int64."""
-    if all(isinstance(row, (list, tuple)) for row in rows):
-        flat = array(sort.code)
-        for row, values in enumerate(rows):
-            try:
-                flat.fromlist(list(values))
-            except _NO_NUMBER as error:
-                raise _no_number(f"{name}[{row}]", values, sort) from error
-        return _tensor(flat), lengths(rows)
+    """Rows of numbers one after another, as `column` has them, and how many each has, `[N]`
+    int64."""
+    lists = all(isinstance(row, (list, tuple)) for row in rows)
+    joined = _lists(rows, sort) if lists else _buffers(rows, sort)
+    if joined is not None:
+        return joined, lengths(rows)
     parts = [vector(f"{name}[{row}]", values, sort) for row, values in enumerate(rows)]
     return torch.cat(parts), lengths(parts)
 
 
+def _lists(rows: Iterable[Any], sort: Numbers) -> Tensor | None:
+    """What lists hold, end to end; None where one holds what is no such number, or an id that
+    no int32 holds."""
+    flat = array(sort.many)
+    try:
+        for values in rows:
+            flat.fromlist(values if isinstance(values, list) else list(values))
+    except _NO_NUMBER:
+        return None
+    return _tensor(flat, flat.itemsize, sort)
+
+
 def lengths(rows: Iterable[Any]) -> Tensor:
     """How many each row has, `[N]` int64."""
-    return _tensor(array(INTS.code, map(len, rows)))
+    return _tensor(array(INTS.code, map(len, rows)), 8, INTS)
 
 
-def check_range(name: str, ids: Tensor, rows: Tensor) -> None:
-    """Refuses int64 ids that no int32 holds, naming their row."""
-    bad = (ids < 0) | (ids >= 2**31)
-    if bad.any():
-        at = first_row(bad)
-        raise ValueError(f"{name}[{int(rows[at])}]: ids must be in [0, 2**31), got {int(ids[at])}")
+def check_range(name: str, ids: Tensor, offsets: Tensor) -> None:
+    """Refuses ids that no int32 holds or that are negative, naming their row."""
+    if len(ids) and (int(ids.amin()) < 0 or int(ids.amax()) >= 2**31):
+        ids = ids.to(torch.int64)  # an int32 would be compared with the bound's own lower bits
+        at = torch.tensor(first_row((ids < 0) | (ids >= 2**31)))
+        row = int(rows_at(offsets, at))
+        raise ValueError(f"{name}[{row}]: ids must be in [0, 2**31), got {int(ids[at])}")
 
 
-def _tensor(flat: array) -> Tensor:
-    dtype = INTS.dtype if flat.typecode == INTS.code else REALS.dtype
-    return torch.frombuffer(flat, dtype=dtype) if len(flat) else torch.empty(0, dtype=dtype)
+def _buffers(parts: Iterable[Any], sort: Numbers) -> Tensor | None:
+    """What arrays of one format hold, end to end and copied; None where any is something else.
+
+    NumPy's arrays show their memory, and torch need not know of each."""
+    try:
+        views = [memoryview(part) for part in parts]
+    except (TypeError, ValueError, BufferError):
+        return None
+    forms = {(view.format, view.itemsize, view.ndim, view.c_contiguous) for view in views}
+    if len(forms) != 1:
+        return None
+    ((code, size, dims, contiguous),) = forms
+    if code not in sort.formats or dims != 1 or not contiguous:
+        return None
+    return _tensor(bytearray().join(views), size, sort)
+
+
+def _tensor(data: Any, itemsize: int, sort: Numbers) -> Tensor:
+    """The numbers that fill a buffer, which is not copied."""
+    dtype = sort.dtype if itemsize == 8 else sort.half
+    return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
 def _no_number(name: str, values: Iterable[Any], sort: Numbers) -> ValueError:
@@ -134,16 +176,20 @@ def _no_number(name: str, values: Iterable[Any], sort: Numbers) -> ValueError:
 
 def top_entries(name: str, rows: Iterable[Any]) -> list[dict[int, float]]:
     """Each token's top log-probabilities by id."""
-    return [_entries(f"{name}[{row}]", given) for row, given in enumerate(rows)]
+    entries = []
+    for row, given in enumerate(rows):
+        known = _at_once(given)
+        entries.append(_entries(f"{name}[{row}]", given) if known is None else known)
+    return entries
 
 
 def end_to_end(name: str, entries: Sequence[dict[int, float]]) -> tuple[Tensor, Tensor, Tensor]:
     """The ids of each row, the row of each id, its log-probability, `[K]` each."""
     ids = vector(name, list(chain.from_iterable(entries)), INTS)
     logprobs = vector(name, list(chain.from_iterable(map(dict.values, entries))), REALS)
-    rows = rows_of_entries(offsets_of(lengths(entries)), len(ids))
-    check_range(name, ids, rows)
-    return ids, rows, logprobs
+    offsets = offsets_of(lengths(entries))
+    check_range(name, ids, offsets)
+    return ids, rows_of_entries(offsets, len(ids)), logprobs
 
 
 def triples(name: str, given: Any) -> tuple[list[int], list[float]]:
@@ -170,6 +216,30 @@ def content_id(name: str, entry: Any) -> int:
         ) from error
 
 
+def _at_once(given: Any) -> dict[int, float] | None:
+    """What `_entries` makes of well-formed entries of one sort, several times as fast; None of any
+    others."""
+    ids: Any = given
+    try:
+        if isinstance(given, list):
+            ids, logprobs = [one[1] for one in given], [one[0] for one in given]
+        elif not isinstance(given, dict):
+            return None
+        elif "logprob" in given:
+            top = (*(given.get("top_logprobs") or ()), given)
+            ids, logprobs = [one["token_id"] for one in top], [one["logprob"] for one in top]
+        else:
+            logprobs = list(given.values())
+            if logprobs and isinstance(logprobs[0], dict):
+                logprobs = [entry["logprob"] for entry in logprobs]
+            elif logprobs and hasattr(logprobs[0], "logprob"):
+                logprobs = [entry.logprob for entry in logprobs]
+        whole = {*map(type, ids)} <= {int}
+        return dict(zip(ids, map(float, logprobs), strict=True)) if whole else None
+    except (*_NO_TRIPLE, AttributeError):
+        return None
+
+
 def _entries(name: str, given: Any) -> dict[int, float]:
     """vLLM's dict from id to `Logprob`, its dict or a float; an entry of a server's `content`;
     SGLang's list of `(logprob, id, text)`."""
@@ -178,11 +248,11 @@ def _entries(name: str, given: Any) -> dict[int, float]:
         return {content_id(name, one): _logprob(name, read(one, "logprob")) for one in top}
     if is_list(given):
         return dict(zip(*triples(name, given), strict=True))
-    if not isinstance(given, Mapping):
+    if not isinstance(given, _DICTS):
         raise ValueError(f"{name} must hold log-probabilities by id, got {short(given)}")
     known = {}
     for token, entry in given.items():
-        fields = isinstance(entry, Mapping) or hasattr(entry, "logprob")
+        fields = isinstance(entry, _DICTS) or hasattr(entry, "logprob")
         logprob = read(entry, "logprob") if fields else entry
         try:
             known[token if type(token) is int else _id(token)] = float(logprob)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_loss.csr import TOLERANCE, RowKind, first_row, offsets_of, rows_of_entries
+from rl_loss.csr import TOLERANCE, RowKind, entries_of, first_row, offsets_of, rows_at
 from rl_loss.engine_lists import (
     INTS,
     REALS,
     check_range,
+    column,
     content_id,
     end_to_end,
     has,
@@ -41,10 +42,17 @@ _ASK = "was the sampling mask asked for (return_sampling_mask)?"
 class _Kept(NamedTuple):
     """The kept ids of N tokens, one token after another."""
 
-    ids: Tensor  # [nnz] int64
-    rows: Tensor  # [nnz] int64, the token of each
+    ids: Tensor  # [nnz] int32
+    offsets: Tensor  # [N + 1] int64
     counts: Tensor  # [N] int64
     flat: bool  # whether they came flat: their log-probabilities may then, too
+
+
+class _Entries(NamedTuple):
+    """Some of the kept ids: which, and of which token."""
+
+    at: Tensor  # [M] int64
+    rows: Tensor  # [M] int64
 
 
 # --- answers ---
@@ -64,11 +72,15 @@ def vllm_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> Col
     sources.append((f"{argument}.logprobs", read(answer, "logprobs")))
     kept = _read_kept(argument, held)
     given = [(name, _rows(name, source, kept)) for name, source in sources]
-    q = _nothing(kept)
+    q = None
     for name, rows in given:
-        if rows is not None and q.isnan().any():  # the first source that knows an id wins
-            q = torch.where(q.isnan(), _kept_logprobs(name, rows, kept), q)
-    return _replay(kept, q)
+        if rows is None or not len(kept.ids):  # no id is to be known
+            continue
+        if q is None:
+            q = _kept_logprobs(name, rows, kept)
+        elif (unknown := q.isnan()).any():  # the first source that knows an id wins
+            q = torch.where(unknown, _kept_logprobs(name, rows, kept), q)
+    return _replay(kept, _nothing(kept) if q is None else q)
 
 
 def sglang_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> Columns:
@@ -104,15 +116,14 @@ def sglang_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> C
         return _replay(kept, _kept_logprobs(name, given, kept))
     if own is None or (top is not None and raw is None):
         raise ValueError("logprobs: output_token_logprobs is missing: it names the sampled token")
-    over_kept = vector(name, given, REALS)
-    q = _known(name, torch.where(own, over_kept[kept.rows], math.nan), kept)
-    if raw is None:
-        return _replay(kept, q)
-    shift = _shift(name, over_kept, raw)
-    if top is not None:
+    over_kept, q = vector(name, given, REALS), _nothing(kept)
+    sampled_q = _known(name, over_kept[own.rows], kept, own.at)
+    shift = None if raw is None else _shift(name, over_kept, raw)
+    if shift is not None and top is not None:
         same_length("output_top_logprobs", top, n)
-        others = _looked_up("output_top_logprobs", [row or () for row in top], kept)
-        q = torch.where(own, q, others + shift[kept.rows])
+        found, others = _looked_up("output_top_logprobs", [row or () for row in top], kept)
+        q[found.at] = (others + shift[found.rows]).float()
+    q[own.at] = sampled_q.float()
     return _replay(kept, q)
 
 
@@ -180,15 +191,14 @@ def label_logprobs(columns: Columns, labels: Tensor) -> Tensor:
     """`[N]` float32: the log-probability that each row holds of its label."""
     ids, logprobs, known, counts, _ = columns
     same_length("answer: the sampled tokens", labels, len(counts))
-    rows = rows_of_entries(offsets_of(counts), len(ids))
-    own = ids == labels[rows]
+    own = _Entries(*entries_of(labels, ids, offsets_of(counts)))
     found = torch.full(counts.shape, math.nan, dtype=torch.float32)
-    found[rows[own & known]] = logprobs[own & known]
+    found[own.rows] = torch.where(known[own.at], logprobs[own.at], math.nan)
     missing = found.isnan()
     if missing.any():
         row = first_row(missing)
         why = "has no known log-probability: were log-probabilities asked for?"
-        if not (own & (rows == row)).any():
+        if not (own.rows == row).any():
             why = f"is not among the {int(counts[row])} ids of its row"
         raise ValueError(f"answer: token {int(labels[row])} of row {row} {why}")
     return found
@@ -271,29 +281,32 @@ def _read_kept(argument: str, mask: Any) -> _Kept:
     if not flat:
         ids, counts = ragged(argument, ids, INTS)
     elif widths is not None:
-        ids, counts = vector(argument, ids, INTS), vector(f"{argument}: lengths", widths, INTS)
+        ids, counts = column(argument, ids, INTS), vector(f"{argument}: lengths", widths, INTS)
         if (counts < 0).any() or int(counts.sum()) != len(ids):
             raise ValueError(
                 f"{argument}: lengths must add up to {len(ids)}, got {short(counts.tolist())}"
             )
     else:
-        ids, bounds = vector(argument, ids, INTS), vector(f"{argument}: offsets", offsets, INTS)
+        ids, bounds = column(argument, ids, INTS), vector(f"{argument}: offsets", offsets, INTS)
         counts = bounds.diff()
         if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(ids) or (counts < 0).any():
             raise ValueError(
                 f"{argument}: offsets must rise from 0 to {len(ids)}, got {short(bounds.tolist())}"
             )
-    rows = rows_of_entries(offsets_of(counts), len(ids))
-    check_range(argument, ids, rows)
-    return _Kept(ids, rows, counts, flat)
+    bounds = offsets_of(counts)
+    check_range(argument, ids, bounds)
+    return _Kept(ids.to(torch.int32), bounds, counts, flat)
 
 
 def _kept_logprobs(name: str, rows: Any, kept: _Kept) -> Tensor:
-    """`[nnz]` float64, NaN where unknown."""
+    """`[nnz]` float32, NaN where unknown."""
     if kept.flat and is_flat(rows):
-        return _known(name, vector(name, rows, REALS), kept)
+        return _known(name, column(name, rows, REALS), kept).float()
     if any(isinstance(row, Mapping) or hasattr(row, "logprob") for row in rows):
-        return _looked_up(name, rows, kept)
+        q = _nothing(kept)
+        found, logprobs = _looked_up(name, rows, kept)
+        q[found.at] = logprobs.float()
+        return q
     q, counts = ragged(name, rows, REALS)
     unequal = counts != kept.counts
     if unequal.any():
@@ -302,28 +315,41 @@ def _kept_logprobs(name: str, rows: Any, kept: _Kept) -> Tensor:
             f"{name}[{row}] must have one entry a kept id ({int(kept.counts[row])}), "
             f"got {int(counts[row])}"
         )
-    return _known(name, q, kept)
+    return _known(name, q, kept).float()
 
 
-def _looked_up(name: str, rows: Iterable[Any], kept: _Kept) -> Tensor:
-    """`[nnz]` float64: what top log-probabilities say of the kept ids, NaN elsewhere."""
+def _looked_up(name: str, rows: Iterable[Any], kept: _Kept) -> tuple[_Entries, Tensor]:
+    """The kept ids that are among the top ones, and what those say of them, `[M]` float64."""
     ids, of_row, logprobs = end_to_end(name, top_entries(name, rows))
-    if not len(ids):
-        return _nothing(kept)
-    keys, order = (of_row << 32 | ids).sort()
-    wanted = kept.rows << 32 | kept.ids
-    at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-    return _known(name, torch.where(keys[at] == wanted, logprobs[order][at], math.nan), kept)
+    counts, order = kept.counts, None
+    keys = torch.repeat_interleave(
+        torch.arange(len(counts)) << 32, counts, output_size=len(kept.ids)
+    ).bitwise_or_(kept.ids)
+    if (keys[1:] <= keys[:-1]).any():  # engines list the kept ids in ascending order
+        keys, order = keys.sort()
+    wanted = of_row << 32 | ids
+    at = torch.searchsorted(keys, wanted)
+    held = (at < len(keys)).nonzero()[:, 0]
+    held = held[keys[at[held]] == wanted[held]]
+    at = at[held] if order is None else order[at[held]]
+    return _Entries(at, of_row[held]), _known(name, logprobs[held], kept, at)
 
 
-def _known(name: str, q: Tensor, kept: _Kept) -> Tensor:
-    """The log-probabilities of the kept ids, NaN where unknown; none may be infinite."""
-    infinite = q.isinf()
-    if infinite.any():
-        at = first_row(infinite)
+def _known(name: str, q: Tensor, kept: _Kept, at: Tensor | None = None) -> Tensor:
+    """The log-probabilities of the kept ids `at` (all by default), NaN where unknown; none may be
+    infinite."""
+    least, most = (float(q.amin()), float(q.amax())) if len(q) else (0.0, 0.0)  # NaN: some is
+    if least > UNKNOWN_LOGPROB and most < math.inf:
+        return q
+    if not (-math.inf < least and most < math.inf) and q.isinf().any():
+        infinite = q.isinf().nonzero()[:, 0]
+        entries = infinite if at is None else at[infinite]
+        first = entries.argmin()
+        entry, value = entries[first], float(q[infinite[first]])
         raise ValueError(
-            f"{name}: kept id {int(kept.ids[at])} of row {int(kept.rows[at])} has log-probability "
-            f"{float(q[at])}: the mask and the log-probabilities are not of one request"
+            f"{name}: kept id {int(kept.ids[entry])} of row {int(rows_at(kept.offsets, entry))} "
+            f"has log-probability {value}: the mask and the log-probabilities are not of one "
+            "request"
         )
     return q.masked_fill(q <= UNKNOWN_LOGPROB, math.nan)
 
@@ -342,12 +368,12 @@ def _shift(name: str, over_kept: Tensor, raw: Tensor) -> Tensor:
     return shift
 
 
-def _own(name: str, tokens: Tensor, kept: _Kept) -> Tensor:
-    """`[nnz]` bool: the sampled token's entry, which each of SGLang's rows must hold."""
+def _own(name: str, tokens: Tensor, kept: _Kept) -> _Entries:
+    """The sampled tokens' entries, of which each of SGLang's rows must hold one."""
     same_length(name, tokens, len(kept.counts))
-    own = kept.ids == tokens[kept.rows]
+    own = _Entries(*entries_of(tokens, kept.ids, kept.offsets))
     held = torch.zeros(len(tokens), dtype=torch.bool)
-    held[kept.rows[own]] = True
+    held[own.rows] = True
     if not held.all():
         row = first_row(~held)
         raise ValueError(
@@ -358,7 +384,7 @@ def _own(name: str, tokens: Tensor, kept: _Kept) -> Tensor:
 
 
 def _nothing(kept: _Kept) -> Tensor:
-    return torch.full(kept.ids.shape, math.nan, dtype=torch.float64)
+    return torch.full(kept.ids.shape, math.nan, dtype=torch.float32)
 
 
 def _replay(kept: _Kept, q: Tensor) -> Columns:

@@ -18,6 +18,7 @@ from rl_loss.constructors import SupportConstructors
 from rl_loss.csr import (
     HostFacts,
     RowKind,
+    count_by_row,
     first_row,
     offsets_of,
     rows_of_entries,
@@ -518,9 +519,7 @@ def _per_sequence(name: str, value: Any) -> Tensor:
 def _complete(known: Tensor, offsets: Tensor) -> Tensor:
     """Bool `[N]`: the row has entries, and q is known for each."""
     counts = offsets.diff()
-    unknown = torch.zeros_like(counts)
-    unknown.index_add_(0, rows_of_entries(offsets, len(known)), (~known).long())
-    return (unknown == 0) & (counts > 0)
+    return (count_by_row(known, offsets) == counts) & (counts > 0)
 
 
 def _without_the_rest(tensor: Tensor) -> Tensor:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from rl_loss.arguments import is_integral, refuse_half, require_count, require_tensor
-from rl_loss.csr import TOLERANCE, RowKind, first_row, rows_of_entries
+from rl_loss.csr import (
+    TOLERANCE,
+    RowKind,
+    count_by_row,
+    entries_of,
+    first_row,
+    rows_of_entries,
+    selected_entries,
+)
 
 if TYPE_CHECKING:
     from rl_loss.support import Support
@@ -62,9 +70,8 @@ def check_labels(
     )
     if support is None:
         return
-    rows = support.entry_rows
     held = torch.zeros_like(on)
-    held[rows[support.ids == labels[rows]]] = True
+    held[entries_of(labels, support.ids, support.offsets)[1]] = True
     widths = support.host.offsets.diff()
     _check(
         on & (support.kind == RowKind.REPLAY) & ~held,
@@ -77,6 +84,8 @@ def check_labels(
 
 def check_ids(support: "Support", vocab_size: int, active: Tensor | None) -> None:
     """Refuses ids outside the vocabulary in active rows (host tensors)."""
+    if not support.nnz or int(support.ids.amax()) < vocab_size:
+        return
     rows = support.entry_rows
     outside = support.ids >= vocab_size
     if active is not None:
@@ -138,24 +147,29 @@ def _check_probabilities(support: "Support", on: Tensor) -> None:
     kind, rows = support.kind, rows_of_entries(support.offsets, support.nnz)
     logq, tail = support.sampler_logprobs, support.sampler_tail_mass
     read = on[rows] & support.known
-    _check(
-        read & ~((logq > -math.inf) & (logq <= TOLERANCE)),
-        lambda e: (
-            f"sampler_logprobs of id {int(support.ids[e])} in row {int(rows[e])} must be finite "
-            f"and at most 0, got {float(logq[e]):.6g}"
-        ),
-    )
-    _check(
-        on[rows] & (kind[rows] == RowKind.DRAWS) & ~support.known,
-        lambda e: f"known must be True for every draw, got False in row {int(rows[e])}",
-    )
-    _check(
-        read & (kind[rows] == RowKind.REPLAY) & (logq < _FILLED),
-        lambda e: (
-            f"sampler_logprobs of id {int(support.ids[e])} in row {int(rows[e])} is "
-            f"{float(logq[e]):.6g}: was the sampler's mask a finite value instead of -inf?"
-        ),
-    )
+    # NaN is neither, so what is usual is whole: then no entry need be looked for.
+    usual = bool(support.nnz) and bool(logq.amin() >= _FILLED) and bool(logq.amax() <= TOLERANCE)
+    if not usual:
+        _check(
+            read & ~((logq > -math.inf) & (logq <= TOLERANCE)),
+            lambda e: (
+                f"sampler_logprobs of id {int(support.ids[e])} in row {int(rows[e])} must be "
+                f"finite and at most 0, got {float(logq[e]):.6g}"
+            ),
+        )
+    if (kind == RowKind.DRAWS).any():
+        _check(
+            on[rows] & (kind[rows] == RowKind.DRAWS) & ~support.known,
+            lambda e: f"known must be True for every draw, got False in row {int(rows[e])}",
+        )
+    if not usual:
+        _check(
+            read & (kind[rows] == RowKind.REPLAY) & (logq < _FILLED),
+            lambda e: (
+                f"sampler_logprobs of id {int(support.ids[e])} in row {int(rows[e])} is "
+                f"{float(logq[e]):.6g}: was the sampler's mask a finite value instead of -inf?"
+            ),
+        )
     q = torch.where(read, logq.double().exp(), 0.0)
     total = tail.double().index_add(0, rows, q)
 
@@ -180,16 +194,24 @@ def _check_probabilities(support: "Support", on: Tensor) -> None:
 
 
 def _check_uniform(support: "Support", vocab_size: int, on: Tensor) -> None:
-    rows = rows_of_entries(support.offsets, support.nnz)
-    widths = support.offsets.diff()
-    zeros = torch.zeros(len(on), dtype=torch.int64)
-    known = zeros.index_add(0, rows, support.known.long())
+    offsets, widths = support.offsets, support.offsets.diff()
+    known = count_by_row(support.known, offsets)
+    several = (known > 1).nonzero()[:, 0]
 
     def uniform_over(sizes: Tensor) -> Tensor:
-        """Rows whose known log q all are -log of their size, `[N]`."""
-        gap = (support.sampler_logprobs + sizes.double().log()[rows]).abs()
-        alike = support.known & (gap < _UNIFORM_WITHIN)
-        return zeros.index_add(0, rows, alike.long()) == known
+        """Rows of more than one known log q, all of which are -log of their size, `[N]`."""
+        rows, level, uniform = several, -sizes.double().log(), torch.zeros_like(on)
+
+        def off(entries: Tensor, of_row: Tensor) -> Tensor:
+            gap = (support.sampler_logprobs[entries] - level[of_row]).abs()
+            return support.known[entries] & ~(gap < _UNIFORM_WITHIN)
+
+        rows = rows[~off(offsets[rows], rows)]  # most rows' first entry tells
+        entries, bounds = selected_entries(offsets, rows)
+        of_row = rows[rows_of_entries(bounds, len(entries))]
+        uniform[rows] = True
+        uniform[of_row[off(entries, of_row)]] = False
+        return uniform
 
     _check(
         on & (known > 1) & (vocab_size > 1) & uniform_over(torch.full_like(widths, vocab_size)),
@@ -211,8 +233,10 @@ def _check_uniform(support: "Support", vocab_size: int, on: Tensor) -> None:
 
 
 def _check_truncated(support: "Support", vocab_size: int, on: Tensor) -> None:
-    rows, zeros = support.entry_rows, torch.zeros(len(on), dtype=torch.float64)
     head = on & (support.kind == RowKind.HEAD)
+    if not head.any():
+        return
+    rows, zeros = support.entry_rows, torch.zeros(len(on), dtype=torch.float64)
     known = zeros.index_add(0, rows, support.known.double())
     q = torch.where(support.known & on[rows], support.sampler_logprobs.double().exp(), 0.0)
     tail = (1 - zeros.index_add(0, rows, q)).maximum(support.sampler_tail_mass.double())
@@ -250,10 +274,9 @@ def _check_reported(
             f"from row {i} on: has the engine loaded its weights?"
         ),
     )
-    rows = rows_of_entries(support.offsets, support.nnz)
-    logq, given = support.sampler_logprobs, reported[rows]
-    label = on[rows] & support.known & (support.ids == labels[rows])
-    bad = label & ((logq - given).abs() > TOLERANCE)
+    entries, rows = entries_of(labels, support.ids, support.offsets)
+    logq, given = support.sampler_logprobs[entries], reported[rows]
+    bad = on[rows] & support.known[entries] & ((logq - given).abs() > TOLERANCE)
     _check(
         bad,
         lambda e: (
