@@ -139,6 +139,8 @@ def test_an_error_leaves_the_head_as_it_was():
     with pytest.raises(ValueError, match="lm_head must be set"):
         loss(model(batch["tokens"]), batch["labels"], 1, generator_logprobs=batch["advantages"],
              advantages=batch["advantages"], loss_mask=batch["loss_mask"])  # fmt: skip
+    with pytest.raises(ValueError, match="loss must not have a ref_tau"):
+        ReplayLoss.Config(loss=partial(icepop_loss, ref_tau=0.1)).build()
     with pytest.raises(ValueError, match="loss_mask must be bool"):
         call(loss, model, batch | {"loss_mask": batch["loss_mask"].float()}, 1)
     with pytest.raises(ValueError, match="support must have 16 rows, got 3"):

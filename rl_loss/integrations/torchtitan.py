@@ -42,6 +42,10 @@ class ReplayLoss(ChunkedLossWrapper):
         """A loss of `rl_loss`, or a `functools.partial` of one."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
+        if getattr(config.loss, "keywords", {}).get("ref_tau"):
+            raise ValueError(
+                "loss must not have a ref_tau: torchtitan's trainers have no reference"
+            )
         self.loss, self.lm_head = config.loss, None
 
     def __call__(  # type: ignore[override]
@@ -55,7 +59,6 @@ class ReplayLoss(ChunkedLossWrapper):
         loss_mask: Tensor,
         support: Support | None = None,
         temperature: float | Tensor = 1.0,
-        ref_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss over all loss tokens of the step, and its metrics as torchtitan adds them up.
 
@@ -68,7 +71,6 @@ class ReplayLoss(ChunkedLossWrapper):
             global_valid_tokens: the denominator, over all ranks and micro-batches.
             support: `B * L` rows, aligned to the labels; None: the rows are over the vocabulary.
             temperature: of the sampler: one value, or `[B, L]`.
-            ref_logprobs: `[B, L]`, for a loss with `ref_tau`.
 
         Returns:
             The loss, and metrics: shares of the denominator (`/mean`, to be summed over ranks)
@@ -83,10 +85,7 @@ class ReplayLoss(ChunkedLossWrapper):
         with _in_the_place_of(self.lm_head, partial(fused_lm_head, **options), labels, support):
             head = self.lm_head(pred)
         inputs = LossInputs.from_head(
-            head,
-            inference_logprobs=generator_logprobs,
-            advantages=advantages,
-            ref_logprobs=ref_logprobs,
+            head, inference_logprobs=generator_logprobs, advantages=advantages
         )
         out, count = self.loss(inputs), 1 if global_valid_tokens is None else global_valid_tokens
         count = torch.as_tensor(count, dtype=out.loss.dtype, device=out.loss.device).clamp(min=1)
