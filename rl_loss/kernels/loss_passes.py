@@ -70,10 +70,11 @@ def _loss_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
     WIDE: tl.constexpr,
-    ALONE: tl.constexpr,  # rows of more entries are taken one at a time; None: none are
+    ALONE: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Every tile of rows in turn."""
+    """R rows at a time and W entries of each; rows of more than ALONE entries by themselves, WIDE
+    entries at a time."""
     tokens = mask, log_p, log_q, advantages, weights, ref
     evidence = offsets, kind, tail_mass, tail_log_p
     entries = support_log_p, support_log_q, valid
@@ -83,20 +84,23 @@ def _loss_kernel(
     largest = tl.zeros([COLUMNS], dtype=ACC)
     for tile in range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0)):
         row = (tl.zeros([R], dtype=tl.int64) + tile) * R + tl.arange(0, R)
-        narrow = row < N
-        if ALONE is not None:
-            width = _width(offsets, row, N)
-            narrow = narrow & (width <= ALONE)
+        mine = row < N
+        if offsets is not None:
+            mine = mine & (_width(offsets, row, N) <= ALONE)
         table = rows_loss(
-            row, narrow, tokens, evidence, entries, out, numbers, N, nnz,
+            row, mine, tokens, evidence, entries, out, numbers, N, nnz,
             RULE, KL, KEPT_ALONE, CENTERED, WITH_REF, SLOPES, ENTRY_SLOPES, EPS, W, ACC,
         )  # fmt: skip
         total += tl.sum(table, axis=0)
         largest = tl.maximum(largest, tl.max(table, axis=0))
-        if ALONE is not None:  # noqa: SIM102
-            if tl.max(width, axis=0) > ALONE:
+    if offsets is not None:
+        # Neighbours are often wide together: each goes to another program.
+        step = tl.num_programs(0)
+        for first in range(tl.program_id(0), N, step * R):
+            row = tl.zeros([R], dtype=tl.int64) + first + tl.arange(0, R) * step
+            if tl.max(_width(offsets, row, N), axis=0) > ALONE:
                 for at in range(0, R):
-                    one = (tl.zeros([1], dtype=tl.int64) + tile) * R + at
+                    one = tl.zeros([1], dtype=tl.int64) + first + at * step
                     if tl.max(_width(offsets, one, N), axis=0) > ALONE:
                         more = rows_loss(
                             one, one < N, tokens, evidence, entries, out, numbers, N, nnz,
@@ -110,14 +114,8 @@ def _loss_kernel(
     tl.store(sums + at, tl.where(column == LARGEST_RATIO, largest, total))
 
 
-# Of rows up to a mean width: the rows of a tile, the entries of each at a time, and warps.
-_TILES = (
-    (12, 16, 16, 4),
-    (48, 8, 32, 4),
-    (192, 2, 128, 4),
-    (1024, 1, 512, 4),
-    (math.inf, 1, 1024, 8),
-)
+# One shape for all batches: what a row gets does not depend on the rows beside it.
+_SHAPE = {"R": 8, "W": 32, "WIDE": 512, "ALONE": 256, "num_warps": 4}
 _KLS = {"forward": KL_FORWARD, "reverse": KL_REVERSE, "squared": KL_SQUARED}
 
 
@@ -140,8 +138,7 @@ class RowLosses(NamedTuple):
 def row_losses(given: LossTensors, rule: Rule, options: LossOptions, wanted: Wanted) -> RowLosses:
     """The loss of every row, its slopes and what it adds to the sums: one launch."""
     n, nnz, dtype = given.n, given.nnz, given.dtype
-    rows, width, warps = next(tile[1:] for tile in _TILES if nnz <= tile[0] * max(1, n))
-    programs = max(1, min(-(-n // rows), PROGRAMS))
+    programs = max(1, min(n, PROGRAMS))
     entries = nnz if wanted.entry else 0
     out = RowLosses(
         given.log_p.new_empty(given.mask.shape, dtype=dtype),
@@ -167,12 +164,8 @@ def row_losses(given: LossTensors, rule: Rule, options: LossOptions, wanted: Wan
         SLOPES=any(wanted),
         ENTRY_SLOPES=entries > 0,
         EPS=torch.finfo(dtype).eps,
-        R=rows,
-        W=width,
-        WIDE=512,
-        ALONE=8 * width if nnz and rows > 1 else None,
         ACC=ACC_TYPES[dtype],
-        num_warps=warps,
+        **_SHAPE,
     )
     return out
 
@@ -280,7 +273,7 @@ def gradients(
     nnz = 0 if grads[1] is None else grads[1].numel()
     n = (len(slopes) - nnz) // 2
     if n or nnz:
-        _grads_kernel[(triton.cdiv(max(n, nnz), _BLOCK),)](
+        _grads_kernel[(-(-max(n, nnz) // _BLOCK),)](
             slopes,
             offsets,
             by_loss,

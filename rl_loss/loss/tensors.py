@@ -43,7 +43,7 @@ class LossTensors(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """What a loss is computed in."""
-        return torch.promote_types(self.log_p.dtype, torch.float32)
+        return torch.float64 if self.log_p.dtype == torch.float64 else torch.float32
 
     @property
     def padded(self) -> bool:
