@@ -8,17 +8,17 @@ The rooms, from the ground up; each imports from its own line and those above it
       engine_lists engines                engines list and answer, the ways to a `Support`, its
       constructors validation             rules, itself, aligned rows
       support alignment
-    loss/                               the losses, of tensors alone: weighting rows centering
-                                          divergences metrics inputs losses
+    loss/                               a loss's definition, of tensors alone: weighting tensors
+                                          rows centering divergences inputs metrics definition
     logits vocab_parallel flat_rows     what a logit is; the vocabulary split over ranks; what a
                                           head is given, row by row
     reference gathered dense            the head without kernels: its definition, and on the CPU
-    kernels/                            the head and the capture on a GPU: all that needs triton
+    kernels/                            head, losses and capture on a GPU: all that needs triton
     capture capture_stream              the sampler's side: evidence recorded, and brought home
-    lm_head one_pass                    the doors: the head, and head and loss together
+    lm_head losses one_pass             the doors: the head, the losses, and both together
     integrations/                       bridges to other libraries, loaded when used
 
-(`metrics` is the old address of `combine_metrics`.)
+(`metrics` is the old address of `combine_metrics`, `loss.losses` of the losses.)
 """
 
 from rl_loss.alignment import AlignedRows, aligned_rows, context_parallel_rows
@@ -27,7 +27,6 @@ from rl_loss.capture_stream import CaptureStream
 from rl_loss.csr import RowKind
 from rl_loss.lm_head import FusedLMHead, LMHeadOutput, fused_lm_head
 from rl_loss.loss.inputs import LossInputs, LossOutputs
-from rl_loss.loss.losses import icepop_loss, ipo_loss, policy_loss, reinforce_loss
 from rl_loss.loss.metrics import (
     combine_metrics,
     global_token_count,
@@ -35,6 +34,7 @@ from rl_loss.loss.metrics import (
     metric_sums,
     reduce_metrics,
 )
+from rl_loss.losses import icepop_loss, ipo_loss, policy_loss, reinforce_loss
 from rl_loss.one_pass import fused_lm_head_loss
 from rl_loss.support import Support
 

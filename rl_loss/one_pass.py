@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_loss.flat_rows import HeadArguments
 from rl_loss.lm_head import fused_lm_head
 from rl_loss.loss.inputs import LossInputs, LossOutputs
-from rl_loss.loss.losses import icepop_loss, ipo_loss, policy_loss, reinforce_loss
+from rl_loss.losses import icepop_loss, ipo_loss, policy_loss, reinforce_loss
 from rl_loss.support import Support
 from rl_loss.vocab_parallel import over_ranks_outside_graphs
 

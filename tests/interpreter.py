@@ -15,13 +15,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 
 
-def run_interpreted(file: str) -> None:
-    """All tests of the file in the interpreter, where the kernels do not run already."""
+def run_interpreted(file: str, *options: str) -> None:
+    """The tests of the file in the interpreter, where the kernels do not run already."""
     pytest.importorskip("triton")
     if INTERPRETED or DEVICE == "cuda":
         pytest.skip("the tests of this file run directly")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "passed" in done.stdout

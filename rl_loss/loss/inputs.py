@@ -76,13 +76,8 @@ class LossInputs:
             )
         if loss_mask.device != active.device:
             raise ValueError(f"loss_mask must be on {active.device}, got {loss_mask.device}")
-        unread = loss_mask & ~active
-        if host_sees(loss_mask.device):
-            if unread.any():
-                row = first_row(unread.reshape(-1))
-                raise ValueError(f"loss_mask is True in row {row}, which the head had inactive")
-        else:
-            logprobs = torch.where(unread, torch.nan, logprobs)
+        if loss_mask is not active:
+            logprobs = _where_active(logprobs, loss_mask, active)
         inputs = cls(
             trainer_logprobs=logprobs,
             inference_logprobs=inference_logprobs,
@@ -113,6 +108,17 @@ class LossInputs:
         inputs.support_offsets = support.offsets
         inputs.support_kind = support.kind
         return inputs
+
+
+def _where_active(logprobs: Tensor, loss_mask: Tensor, active: Tensor) -> Tensor:
+    """The log-probabilities, NaN where a loss token was inactive in the head (on a GPU)."""
+    unread = loss_mask & ~active
+    if not host_sees(loss_mask.device):
+        return torch.where(unread, torch.nan, logprobs)
+    if unread.any():
+        row = first_row(unread.reshape(-1))
+        raise ValueError(f"loss_mask is True in row {row}, which the head had inactive")
+    return logprobs
 
 
 def _of_head(support: Any, headed: Any) -> Tensor:

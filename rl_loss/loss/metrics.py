@@ -12,6 +12,26 @@ from rl_loss.loss.centering import Centering
 from rl_loss.loss.inputs import LossOutputs, Metrics
 from rl_loss.loss.rows import LOG_RATIO_MAX, SupportEntries, Tokens
 
+# Every loss has these, in this order.
+METRICS = (
+    "mismatch_kl",
+    "masked_mismatch_kl",
+    "unmasked_mismatch_kl",
+    "is_masked",
+    "importance_ratio_mean",
+    "log_ratio_clipped",
+    "score_centering/uncentered",
+    "score_centering/support_size",
+    "score_centering/head_mass",
+    "score_centering/tail_mass",
+    "score_centering/mask_tv",
+    "score_centering/correction_l1",
+    "score_centering/tail_inexact",
+    "sampler_kl",
+    "ref_kl",
+    "importance_ratio_max",
+)
+
 
 class MetricTable:
     """Collects values `[N]` and reduces them all at once, without a sync; over nothing: 0."""

@@ -1,15 +1,14 @@
-"""Loss inputs made safe: flat rows and entries, neutral wherever a value must not matter."""
+"""A loss's tensors made safe: flat rows and entries, neutral wherever a value must not matter."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import repeat
 from torch import Tensor
 
-from rl_loss.arguments import is_integral, refuse_half, require_tensor
-from rl_loss.csr import DRAWS, HEAD, NONE, REPLAY, TOLERANCE, first_row, rows_of_entries
-from rl_loss.host import host_sees
+from rl_loss.csr import DRAWS, HEAD, NONE, REPLAY, TOLERANCE, rows_of_entries
+from rl_loss.loss.tensors import LossTensors
 
 LOG_RATIO_MAX = 20.0  # where exp(log r) itself is needed, log r is cut off: e^20 is 5e8
 
@@ -101,83 +100,44 @@ def to_entries(values: Tensor, rows: Tensor | None, n_entries: int) -> Tensor:
     return values[rows]
 
 
-def read_tokens(inputs: Any) -> Tokens:
-    """The rows of `inputs`, checked for shape."""
-    for name in ("loss_mask", "trainer_logprobs", "inference_logprobs", "advantages"):
-        require_tensor(name, getattr(inputs, name, None))
-    for name in ("trainer_logprobs", "inference_logprobs"):
-        if not getattr(inputs, name).is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {getattr(inputs, name).dtype}")
-    for name in ("inference_logprobs", "ref_logprobs"):
-        if getattr(inputs, name, None) is not None:
-            refuse_half(name, require_tensor(name, getattr(inputs, name)))
-    mask = inputs.loss_mask
-    if mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask must be bool, got {mask.dtype}")
-    log_p = inputs.trainer_logprobs
-    dtype = torch.promote_types(log_p.dtype, torch.float32)
+def read_tokens(given: LossTensors) -> Tokens:
+    """The rows, detached, in the dtype of the loss."""
+    mask, dtype = given.mask, given.dtype
 
-    def read(name: str, value: Tensor) -> Tensor:
-        if _check_tensor(name, value, mask.device).shape != mask.shape:
-            raise ValueError(
-                f"{name} must be {tuple(mask.shape)} as loss_mask, got {tuple(value.shape)}"
-            )
+    def read(value: Tensor) -> Tensor:
         return torch.where(mask, value.detach().to(dtype), 0.0).reshape(-1)
 
-    weights, ref = (getattr(inputs, name, None) for name in ("loss_weights", "ref_logprobs"))
-    weights = torch.ones_like(mask, dtype=dtype) if weights is None else weights
+    weights = given.weights
     return Tokens(
         mask=mask.reshape(-1),
-        log_p=read("trainer_logprobs", log_p),
-        log_q=read("inference_logprobs", inputs.inference_logprobs),
-        advantages=read("advantages", inputs.advantages),
-        weights=read("loss_weights", weights),
-        ref=None if ref is None else read("ref_logprobs", ref),
+        log_p=read(given.log_p),
+        log_q=read(given.log_q),
+        advantages=read(given.advantages),
+        weights=read(torch.ones_like(mask, dtype=dtype) if weights is None else weights),
+        ref=None if given.ref is None else read(given.ref),
     )
 
 
-def read_entries(inputs: Any, tokens: Tokens) -> SupportEntries:
-    """The support entries of `inputs`, flat with offsets or padded, checked for shape."""
-    n, dtype, device = len(tokens.mask), tokens.log_p.dtype, tokens.mask.device
-    log_p: Any = getattr(inputs, "trainer_support_logprobs", None)
-    log_q: Any = getattr(inputs, "sampler_support_logprobs", None)
-    if (log_p is None) != (log_q is None):
-        raise ValueError(
-            "trainer_support_logprobs and sampler_support_logprobs must be given together"
-        )
-    if log_p is None or log_q is None:
-        log_p = log_q = torch.zeros(0, dtype=dtype, device=device)
-        rows = torch.zeros(0, dtype=torch.int64, device=device)
-        layout = Layout(n, 0, rows, torch.zeros(n + 1, dtype=torch.int64, device=device))
-    else:
-        layout = _layout(inputs, _check_tensor("trainer_support_logprobs", log_p, device))
-    given = getattr(inputs, "support_valid", None)
-    valid: Tensor = torch.ones_like(log_p, dtype=torch.bool) if given is None else given
-    for name, value in {"sampler_support_logprobs": log_q, "support_valid": valid}.items():
-        _check_tensor(name, value, device)
-        if value.shape != log_p.shape:
-            raise ValueError(
-                f"{name} must be {tuple(log_p.shape)} as trainer_support_logprobs, "
-                f"got {tuple(value.shape)}"
-            )
-    refuse_half("sampler_support_logprobs", log_q)
-    if valid.dtype != torch.bool:
-        raise ValueError(f"support_valid must be bool, got {valid.dtype}")
-    kind, mass = _kind_and_mass(inputs, n, dtype, device)
+def read_entries(given: LossTensors, tokens: Tokens) -> SupportEntries:
+    """The support entries, flat with offsets or padded, detached."""
+    n, dtype, device = given.n, given.dtype, given.mask.device
+    kind, mass = _kind_and_mass(given)
     kind = torch.where(tokens.mask, kind, NONE)
-    if layout.size == 0:
-        return _no_entries(layout, kind, log_p.detach().reshape(-1).to(dtype))
-    valid = valid.reshape(-1)
-    valid = valid & layout.at(tokens.mask & (kind > NONE))
-    log_p = torch.where(valid, log_p.detach().reshape(-1).to(dtype), 0.0)
-    log_q = torch.where(valid, log_q.detach().reshape(-1).to(dtype), 0.0)
+    if given.support_log_p is None or given.support_log_q is None or given.nnz == 0:
+        return _no_entries(kind, tokens)
+    layout = _layout(given)
+    valid = layout.at(tokens.mask & (kind > NONE))
+    if given.valid is not None:
+        valid = given.valid.reshape(-1) & valid
+    log_p = torch.where(valid, given.support_log_p.detach().reshape(-1).to(dtype), 0.0)
+    log_q = torch.where(valid, given.support_log_q.detach().reshape(-1).to(dtype), 0.0)
     size = layout.sum(valid.to(dtype))
     usable = size > 0
     modelled = usable & (kind != DRAWS)
     q_tail = torch.zeros(n, dtype=dtype, device=device) if mass is None else mass
     q_tail = torch.where(modelled, q_tail, 0.0)
     wanted = modelled & ((q_tail > 0) | (kind == HEAD))
-    log_p_tail = _trainer_tail(inputs, log_p, valid, layout, wanted)
+    log_p_tail = _trainer_tail(given, log_p, valid, layout, wanted)
     some = modelled & (log_p_tail > -torch.inf)
     p_tail = torch.where(some, log_p_tail, -torch.inf).exp()
     has_tail = some & (q_tail > 0)
@@ -202,18 +162,20 @@ def read_entries(inputs: Any, tokens: Tokens) -> SupportEntries:
         q_tail=q_tail.clamp(min=0),
         p_tail=p_tail,
         bad=bad,
-        tail_given=getattr(inputs, "trainer_tail_logprobs", None) is not None,
+        tail_given=given.tail_log_p is not None,
     )
 
 
-def _no_entries(layout: Layout, kind: Tensor, none: Tensor) -> SupportEntries:
-    """Of rows without a single entry, in few launches; `none` is an empty tensor of their dtype."""
-    zero, never = none.new_zeros(layout.n), torch.zeros_like(kind, dtype=torch.bool)
+def _no_entries(kind: Tensor, tokens: Tokens) -> SupportEntries:
+    """Of rows without a single entry, in few launches."""
+    zero, never = torch.zeros_like(tokens.log_p), torch.zeros_like(kind, dtype=torch.bool)
+    none, n = zero[:0], len(zero)
+    bounds = torch.zeros(n + 1, dtype=torch.int64, device=zero.device)
     return SupportEntries(
-        valid=none > 0,
+        valid=never[:0],
         log_p=none,
         log_q=none,
-        layout=layout,
+        layout=Layout(n, 0, bounds[:0], bounds),
         kind=kind,
         size=zero,
         usable=never,
@@ -227,87 +189,31 @@ def _no_entries(layout: Layout, kind: Tensor, none: Tensor) -> SupportEntries:
     )
 
 
-def _layout(inputs: Any, log_p: Tensor) -> Layout:
-    shape, n = inputs.loss_mask.shape, inputs.loss_mask.numel()
-    offsets = getattr(inputs, "support_offsets", None)
-    if offsets is not None:
-        _check_tensor("support_offsets", offsets, inputs.loss_mask.device)
-        if log_p.dim() != 1 or offsets.shape != (n + 1,):
-            raise ValueError(
-                f"trainer_support_logprobs and support_offsets must be [nnz] and [{n + 1}], got "
-                f"{tuple(log_p.shape)} and {tuple(offsets.shape)}"
-            )
-        if host_sees(offsets.device):
-            _check_offsets(offsets, len(log_p))
-        offsets = offsets.to(torch.int64).contiguous()
-        return Layout(n, len(log_p), rows_of_entries(offsets, len(log_p)), offsets)
-    if log_p.dim() != len(shape) + 1 or log_p.shape[:-1] != shape:
-        raise ValueError(
-            f"trainer_support_logprobs must be [*{tuple(shape)}, K] without support_offsets, "
-            f"got {tuple(log_p.shape)}"
-        )
-    return Layout(n, log_p.numel())
+def _layout(given: LossTensors) -> Layout:
+    offsets, nnz = given.offsets, given.nnz
+    if offsets is None:
+        return Layout(given.n, nnz)
+    return Layout(given.n, nnz, rows_of_entries(offsets, nnz), offsets)
 
 
-def _check_offsets(offsets: Tensor, nnz: int) -> None:
-    if offsets.is_floating_point() or offsets.dtype == torch.bool:
-        raise ValueError(f"support_offsets must be integers, got {offsets.dtype}")
-    falling = offsets.diff() < 0
-    if falling.any():
-        row = first_row(falling)
-        raise ValueError(
-            f"support_offsets must not fall, got {int(offsets[row])}, {int(offsets[row + 1])} "
-            f"in row {row}"
-        )
-    if offsets[0] != 0 or offsets[-1] != nnz:
-        raise ValueError(
-            f"support_offsets must run from 0 to {nnz}, got {int(offsets[0])} to {int(offsets[-1])}"
-        )
-
-
-def _check_tensor(name: str, value: Any, device: torch.device) -> Tensor:
-    if require_tensor(name, value).device != device:
-        raise ValueError(f"{name} must be on {device} as loss_mask, got {value.device}")
-    return value
-
-
-def _per_row(inputs: Any, name: str) -> Tensor | None:
-    """A field with one value a row: of the shape of `loss_mask`, or `[N]`."""
-    value, mask = getattr(inputs, name, None), inputs.loss_mask
-    if value is None:
-        return None
-    if _check_tensor(name, value, mask.device).shape not in (mask.shape, (mask.numel(),)):
-        raise ValueError(
-            f"{name} must be {tuple(mask.shape)} as loss_mask, or [{mask.numel()}], got "
-            f"{tuple(value.shape)}"
-        )
-    return value
-
-
-def _kind_and_mass(
-    inputs: Any, n: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    mass, kind = _per_row(inputs, "sampler_tail_mass"), _per_row(inputs, "support_kind")
-    if kind is not None and not is_integral(kind):
-        raise ValueError(f"support_kind must be integers, got {kind.dtype}")
-    if mass is not None:
-        refuse_half("sampler_tail_mass", mass)
-        mass = mass.detach().reshape(-1).to(dtype)
+def _kind_and_mass(given: LossTensors) -> tuple[Tensor, Tensor | None]:
+    """Both `[N]`; without a kind a row is HEAD where its tail has mass."""
+    mass, kind = given.tail_mass, given.kind
+    mass = None if mass is None else mass.detach().reshape(-1).to(given.dtype)
     if kind is not None:
         return kind.reshape(-1), mass
-    replay = torch.full((n,), REPLAY, dtype=torch.int8, device=device)
+    replay = torch.full((given.n,), REPLAY, dtype=torch.int8, device=given.mask.device)
     if mass is None:
         return replay, None
     return torch.where(mass > 0, HEAD, replay).to(torch.int8), mass
 
 
 def _trainer_tail(
-    inputs: Any, log_p: Tensor, valid: Tensor, layout: Layout, wanted: Tensor
+    given: LossTensors, log_p: Tensor, valid: Tensor, layout: Layout, wanted: Tensor
 ) -> Tensor:
     """`log p_tail`, `[N]`: as given, or from the known ids where nothing was given."""
-    given = _per_row(inputs, "trainer_tail_logprobs")
-    if given is not None:
-        return given.detach().reshape(-1).to(log_p.dtype)
+    if given.tail_log_p is not None:
+        return given.tail_log_p.detach().reshape(-1).to(log_p.dtype)
     rest = 1 - layout.sum(torch.where(valid, log_p.exp(), 0.0))
     some = wanted & (rest > 8 * torch.finfo(log_p.dtype).eps)
     return torch.where(some, torch.where(some, rest, 1.0).log(), -torch.inf)
