@@ -65,6 +65,15 @@ def test_the_version_is_the_one_that_is_installed():
     assert rl_loss.__version__ == installed
 
 
+def test_old_addresses_lead_to_the_same():
+    from rl_loss.loss import losses
+    from rl_loss.metrics import combine_metrics
+
+    assert combine_metrics is rl_loss.combine_metrics
+    for name in losses.__all__:
+        assert getattr(losses, name) is getattr(rl_loss, name)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_function_takes_more_than_eight_arguments(path):
     functions = [node for node in _nodes(path) if isinstance(node, ast.FunctionDef)]
