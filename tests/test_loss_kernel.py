@@ -128,7 +128,7 @@ def mapped(inputs: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs
 
 
 def moved(inputs: LossInputs, device: str = DEVICE) -> LossInputs:
-    """New leaves on the device; on a GPU in float32, if all are float64, which kernels do not take."""
+    """New leaves on the device; on a GPU in float32 if all are float64, which is no kernel's."""
     found = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     floating = {v.dtype for v in found.values() if v is not None and v.is_floating_point()}
     if device == "cuda" and floating == {torch.float64}:
