@@ -23,9 +23,9 @@ from rl_loss.engine_lists import (
     has,
     is_flat,
     is_list,
-    lengths,
     ragged,
     read,
+    read_top,
     same_length,
     top_entries,
     triples,
@@ -121,7 +121,7 @@ def sglang_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> C
     shift = None if raw is None else _shift(name, over_kept, raw)
     if shift is not None and top is not None:
         same_length("output_top_logprobs", top, n)
-        found, others = _looked_up("output_top_logprobs", [row or () for row in top], kept)
+        found, others = _looked_up("output_top_logprobs", [row or [] for row in top], kept)
         q[found.at] = (others + shift[found.rows]).float()
     q[own.at] = sampled_q.float()
     return _replay(kept, q)
@@ -149,12 +149,14 @@ def top_columns(logprobs: Any, sampled: Any = None, argument: str = "logprobs") 
             f"{type(logprobs).__name__}: were they asked for (vLLM: logprobs, SGLang: "
             "top_logprobs_num)?"
         )
-    entries = top_entries(argument, rows)
-    if sampled is not None:
+    if sampled is None:
+        ids, of_row, q = read_top(argument, rows)
+    else:
+        entries = top_entries(argument, rows)
         same_length("sampled", sampled, len(entries))
         for known, token, logprob in zip(entries, *triples("sampled", sampled), strict=True):
             known.setdefault(token, logprob)
-    ids, of_row, q = end_to_end(argument, entries)
+        ids, of_row, q = end_to_end(argument, entries)
     bad = ~((q > UNKNOWN_LOGPROB) & (q < math.inf))
     if bad.any():
         at = first_row(bad)
@@ -163,7 +165,7 @@ def top_columns(logprobs: Any, sampled: Any = None, argument: str = "logprobs") 
             f"{float(q[at])}: of the top ids of an untruncated request none is impossible or "
             "unknown"
         )
-    return _columns(ids, q, lengths(entries), RowKind.HEAD)
+    return _columns(ids, q, of_row.bincount(minlength=len(rows)), RowKind.HEAD)
 
 
 def answer_columns(answer: Any, kind: Any) -> tuple[Columns, Tensor]:
@@ -320,7 +322,7 @@ def _kept_logprobs(name: str, rows: Any, kept: _Kept) -> Tensor:
 
 def _looked_up(name: str, rows: Iterable[Any], kept: _Kept) -> tuple[_Entries, Tensor]:
     """The kept ids that are among the top ones, and what those say of them, `[M]` float64."""
-    ids, of_row, logprobs = end_to_end(name, top_entries(name, rows))
+    ids, of_row, logprobs = read_top(name, rows)
     counts, order = kept.counts, None
     keys = torch.repeat_interleave(
         torch.arange(len(counts)) << 32, counts, output_size=len(kept.ids)
