@@ -172,6 +172,7 @@ def test_arrays_that_differ_are_read_one_by_one():
         [numpy.array([3, 1], numpy.uint8), numpy.array([2], numpy.int16)],
         [numpy.array([3, 1, 2], numpy.uint32)],
         [numpy.array([3, 0, 1, 0], numpy.int32)[::2], numpy.array([2], numpy.int32)],
+        [numpy.array([3, 0, 1, 0, 2, 0], numpy.int32)[::2]],
         [numpy.array([3, 1], object), [2]],
         [torch.tensor([3, 1]), torch.tensor([2], dtype=torch.int32)],
     ):
@@ -318,6 +319,12 @@ def test_the_last_of_a_tokens_entries_counts(monkeypatch):
         assert (len(ids), logprobs.tolist()) == (1, [-2.0])
 
 
+def test_a_tokens_id_counts_before_its_text():
+    own = {"token_id": 5, "token": "token_id:6", "logprob": -1.0}
+    for row in (own, {"token": "token_id:7", "logprob": -2.0, "top_logprobs": [own]}):
+        assert read_top("x", [row])[0][0] == 5
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -329,6 +336,7 @@ def test_the_last_of_a_tokens_entries_counts(monkeypatch):
         ([(-1.0, 5), ("a", 6)], r"x\[1\]\[1\]\[0\] must be a float, got 'a'"),
         ([(-1.0, 1), (-2.0, 1.0)], r"x\[1\]\[1\] must be \(logprob, id, text\), got"),
         ({"token": "5", "logprob": -1.0}, r"x\[1\] must name its tokens by id, got '5'"),
+        ({"token": "the year 1984", "logprob": -1.0}, r"x\[1\] must name .*, got 'the year 1984'"),
         ({"token_id": 5, "logprob": None}, r"x\[1\]: logprob must be a float, got None"),
         (
             {"token_id": 5.0, "logprob": -1.0, "top_logprobs": [{"token_id": 5, "logprob": -1.0}]},
