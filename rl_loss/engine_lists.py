@@ -1,7 +1,7 @@
 """What engines list, as tensors: numbers, rows of numbers, and top log-probabilities.
 
-Numbers in lists and arrays become tensors at once; only top log-probabilities, which come as
-objects or as dicts of JSON, are read one by one.
+Numbers in lists and arrays become tensors at once, top log-probabilities, which come as objects or
+as dicts of JSON, a row at a time. What cannot be read so is read one by one, and named where bad.
 """
 
 import operator
@@ -185,10 +185,7 @@ def read_top(name: str, rows: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
             ids.fromlist(tokens)
             logprobs.fromlist(values)
             counts.append(len(tokens))
-    except (
-        *_NO_TRIPLE,
-        AttributeError,
-    ):  # or of another sort: one by one, which says what is wrong
+    except (*_NO_TRIPLE, AttributeError):  # read one by one, what is wrong is named
         return end_to_end(name, top_entries(name, rows))
     q = _tensor(logprobs, 8, REALS)
     return _with_rows(name, _tensor(ids, 8, INTS), q, _tensor(counts, 8, INTS))
