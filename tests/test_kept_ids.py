@@ -24,7 +24,8 @@ ROWS = st.lists(
 def test_top_log_probabilities_find_their_ids(rows):
     kept = read_kept("mask", [ids for ids, _ in rows])
     found, logprobs = looked_up("x", [top for _, top in rows], kept)
-    got = dict(zip(found.at.tolist(), zip(found.rows.tolist(), logprobs.tolist()), strict=True))
+    columns = (found.at.tolist(), found.rows.tolist(), logprobs.tolist())
+    got = {at: (row, q) for at, row, q in zip(*columns, strict=True)}
     wanted = [(row, top.get(token)) for row, (ids, top) in enumerate(rows) for token in ids]
     for entry, (row, q) in enumerate(wanted):
         if q is None:
@@ -41,15 +42,15 @@ def test_top_log_probabilities_find_their_ids(rows):
 def test_log_probabilities_of_the_kept_ids(of, flat):
     """Lists or arrays, rows of them or flat ones: what is unknown is NaN, in float32."""
     rows = [[-0.5, NAN], [], [-9999.0, -1e30, -0.25]]
-    ids = (
-        {"token_ids": [5, 1, 7, 3, 2], "offsets": [0, 2, 2, 5]} if flat else [[5, 1], [], [7, 3, 2]]
-    )
-    values = sum(rows, []) if flat else rows
+    mask = [[5, 1], [], [7, 3, 2]]
+    if flat:
+        mask = {"token_ids": [5, 1, 7, 3, 2], "offsets": [0, 2, 2, 5]}
+    values = [*rows[0], *rows[2]] if flat else rows
     if of is torch.tensor:
         values = torch.tensor(values) if flat else [torch.tensor(row) for row in values]
     elif of is not list:
         values = numpy.array(values, of) if flat else [numpy.array(row, of) for row in values]
-    q = kept_logprobs("x", values, read_kept("mask", ids))
+    q = kept_logprobs("x", values, read_kept("mask", mask))
     assert q.dtype == torch.float32
     torch.testing.assert_close(
         q, torch.tensor([-0.5, NAN, NAN, NAN, -0.25]), rtol=0, atol=0, equal_nan=True
