@@ -5,8 +5,8 @@ The rooms, from the ground up; each imports from its own line and those above it
     arguments host                      checks of what comes in; what the host may look at
     csr plan                            rows, kinds and bounds; how a head is launched
     packing row_parsing                 the sampler's evidence: its wire formats, its rows, what
-      engine_lists engines                engines list and answer, the ways to a `Support`, its
-      constructors validation             rules, itself, aligned rows
+      engine_lists kept_ids engines       engines list, keep and answer, the ways to a `Support`,
+      constructors validation             its rules, itself, aligned rows
       support alignment
     loss/                               a loss's definition, of tensors alone: weighting tensors
                                           rows centering divergences inputs metrics definition

@@ -5,54 +5,42 @@ read by attribute or key.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from reprlib import repr as short
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_loss.csr import TOLERANCE, RowKind, entries_of, first_row, offsets_of, rows_at
+from rl_loss.csr import TOLERANCE, RowKind, entries_of, first_row, offsets_of
 from rl_loss.engine_lists import (
     INTS,
     REALS,
-    check_range,
-    column,
     content_id,
     end_to_end,
     has,
     is_flat,
     is_list,
-    lengths,
-    ragged,
     read,
+    read_top,
     same_length,
     top_entries,
     triples,
     vector,
 )
+from rl_loss.kept_ids import (
+    Entries,
+    KeptIds,
+    kept_logprobs,
+    known_logprobs,
+    looked_up,
+    nothing_known,
+    read_kept,
+)
 from rl_loss.packing import UNKNOWN_LOGPROB
 from rl_loss.row_parsing import Columns
 
 _SGLANG_TOKENS = ("output_ids", "response_token_ids")  # of generate and of chat
-
-_ASK = "was the sampling mask asked for (return_sampling_mask)?"
-
-
-class _Kept(NamedTuple):
-    """The kept ids of N tokens, one token after another."""
-
-    ids: Tensor  # [nnz] int32
-    offsets: Tensor  # [N + 1] int64
-    counts: Tensor  # [N] int64
-    flat: bool  # whether they came flat: their log-probabilities may then, too
-
-
-class _Entries(NamedTuple):
-    """Some of the kept ids: which, and of which token."""
-
-    at: Tensor  # [M] int64
-    rows: Tensor  # [M] int64
 
 
 # --- answers ---
@@ -70,17 +58,17 @@ def vllm_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> Col
             (f"{argument}.sampling_mask_logprobs", read(answer, "sampling_mask_logprobs")),
         ]
     sources.append((f"{argument}.logprobs", read(answer, "logprobs")))
-    kept = _read_kept(argument, held)
+    kept = read_kept(argument, held)
     given = [(name, _rows(name, source, kept)) for name, source in sources]
     q = None
     for name, rows in given:
         if rows is None or not len(kept.ids):  # no id is to be known
             continue
         if q is None:
-            q = _kept_logprobs(name, rows, kept)
+            q = kept_logprobs(name, rows, kept)
         elif (unknown := q.isnan()).any():  # the first source that knows an id wins
-            q = torch.where(unknown, _kept_logprobs(name, rows, kept), q)
-    return _replay(kept, _nothing(kept) if q is None else q)
+            q = torch.where(unknown, kept_logprobs(name, rows, kept), q)
+    return _replay(kept, nothing_known(kept) if q is None else q)
 
 
 def sglang_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> Columns:
@@ -88,7 +76,7 @@ def sglang_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> C
     answer = _only(argument, mask)
     meta, field = _meta(answer), "output_token_sampling_mask"
     held = read(meta, field) if has(meta, field) else meta
-    kept = _read_kept(argument, held)
+    kept = read_kept(argument, held)
     source = meta if logprobs is None else _meta(logprobs)
     name = "output_token_sampling_logprobs"
     given, sampled, top = read(source, name), read(source, "output_token_logprobs"), _top(source)
@@ -99,7 +87,7 @@ def sglang_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> C
                 f"logprobs: {name} is missing: without the sampled token's log-probability over "
                 "the kept set the others cannot be shifted onto it"
             )
-        return _replay(kept, _nothing(kept))
+        return _replay(kept, nothing_known(kept))
     n, nnz = len(kept.counts), len(kept.ids)
     every = kept.flat and is_list(given) and len(given) == nnz and is_flat(given)
     if not every:
@@ -113,15 +101,15 @@ def sglang_columns(mask: Any, logprobs: Any = None, argument: str = "mask") -> C
         tokens, raw = vector(scored, ids, INTS), vector(scored, values, REALS)
     own = None if tokens is None else _own(scored, tokens, kept)
     if every:
-        return _replay(kept, _kept_logprobs(name, given, kept))
+        return _replay(kept, kept_logprobs(name, given, kept))
     if own is None or (top is not None and raw is None):
         raise ValueError("logprobs: output_token_logprobs is missing: it names the sampled token")
-    over_kept, q = vector(name, given, REALS), _nothing(kept)
-    sampled_q = _known(name, over_kept[own.rows], kept, own.at)
+    over_kept, q = vector(name, given, REALS), nothing_known(kept)
+    sampled_q = known_logprobs(name, over_kept[own.rows], kept, own.at)
     shift = None if raw is None else _shift(name, over_kept, raw)
     if shift is not None and top is not None:
         same_length("output_top_logprobs", top, n)
-        found, others = _looked_up("output_top_logprobs", [row or () for row in top], kept)
+        found, others = looked_up("output_top_logprobs", [row or [] for row in top], kept)
         q[found.at] = (others + shift[found.rows]).float()
     q[own.at] = sampled_q.float()
     return _replay(kept, q)
@@ -149,12 +137,14 @@ def top_columns(logprobs: Any, sampled: Any = None, argument: str = "logprobs") 
             f"{type(logprobs).__name__}: were they asked for (vLLM: logprobs, SGLang: "
             "top_logprobs_num)?"
         )
-    entries = top_entries(argument, rows)
-    if sampled is not None:
+    if sampled is None:
+        ids, of_row, q = read_top(argument, rows)
+    else:
+        entries = top_entries(argument, rows)
         same_length("sampled", sampled, len(entries))
         for known, token, logprob in zip(entries, *triples("sampled", sampled), strict=True):
             known.setdefault(token, logprob)
-    ids, of_row, q = end_to_end(argument, entries)
+        ids, of_row, q = end_to_end(argument, entries)
     bad = ~((q > UNKNOWN_LOGPROB) & (q < math.inf))
     if bad.any():
         at = first_row(bad)
@@ -163,7 +153,7 @@ def top_columns(logprobs: Any, sampled: Any = None, argument: str = "logprobs") 
             f"{float(q[at])}: of the top ids of an untruncated request none is impossible or "
             "unknown"
         )
-    return _columns(ids, q, lengths(entries), RowKind.HEAD)
+    return _columns(ids, q, of_row.bincount(minlength=len(rows)), RowKind.HEAD)
 
 
 def answer_columns(answer: Any, kind: Any) -> tuple[Columns, Tensor]:
@@ -191,7 +181,7 @@ def label_logprobs(columns: Columns, labels: Tensor) -> Tensor:
     """`[N]` float32: the log-probability that each row holds of its label."""
     ids, logprobs, known, counts, _ = columns
     same_length("answer: the sampled tokens", labels, len(counts))
-    own = _Entries(*entries_of(labels, ids, offsets_of(counts)))
+    own = Entries(*entries_of(labels, ids, offsets_of(counts)))
     found = torch.full(counts.shape, math.nan, dtype=torch.float32)
     found[own.rows] = torch.where(known[own.at], logprobs[own.at], math.nan)
     missing = found.isnan()
@@ -257,7 +247,7 @@ def _content(name: str, given: Any) -> Any:
     return rows
 
 
-def _rows(name: str, given: Any, kept: _Kept) -> Any:
+def _rows(name: str, given: Any, kept: KeptIds) -> Any:
     """Log-probabilities for N tokens, a row each, or flat where the kept ids are."""
     rows = _content(name, given)
     if rows is not None:
@@ -267,91 +257,7 @@ def _rows(name: str, given: Any, kept: _Kept) -> Any:
     return rows
 
 
-# --- kept ids and what is known of them ---
-
-
-def _read_kept(argument: str, mask: Any) -> _Kept:
-    """From a list of ids a token, or from flat ids with `offsets` or `lengths`."""
-    ids, offsets, widths = (read(mask, name) for name in ("token_ids", "offsets", "lengths"))
-    ids = mask if ids is None and is_list(mask) else ids
-    flat = offsets is not None or widths is not None
-    if not is_list(ids) or (not flat and len(ids) and is_flat(ids)):
-        got = "one id of each" if is_list(ids) else type(mask).__name__
-        raise ValueError(f"{argument} must hold the kept ids of each token, got {got}: {_ASK}")
-    if not flat:
-        ids, counts = ragged(argument, ids, INTS)
-    elif widths is not None:
-        ids, counts = column(argument, ids, INTS), vector(f"{argument}: lengths", widths, INTS)
-        if (counts < 0).any() or int(counts.sum()) != len(ids):
-            raise ValueError(
-                f"{argument}: lengths must add up to {len(ids)}, got {short(counts.tolist())}"
-            )
-    else:
-        ids, bounds = column(argument, ids, INTS), vector(f"{argument}: offsets", offsets, INTS)
-        counts = bounds.diff()
-        if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(ids) or (counts < 0).any():
-            raise ValueError(
-                f"{argument}: offsets must rise from 0 to {len(ids)}, got {short(bounds.tolist())}"
-            )
-    bounds = offsets_of(counts)
-    check_range(argument, ids, bounds)
-    return _Kept(ids.to(torch.int32), bounds, counts, flat)
-
-
-def _kept_logprobs(name: str, rows: Any, kept: _Kept) -> Tensor:
-    """`[nnz]` float32, NaN where unknown."""
-    if kept.flat and is_flat(rows):
-        return _known(name, column(name, rows, REALS), kept).float()
-    if any(isinstance(row, Mapping) or hasattr(row, "logprob") for row in rows):
-        q = _nothing(kept)
-        found, logprobs = _looked_up(name, rows, kept)
-        q[found.at] = logprobs.float()
-        return q
-    q, counts = ragged(name, rows, REALS)
-    unequal = counts != kept.counts
-    if unequal.any():
-        row = first_row(unequal)
-        raise ValueError(
-            f"{name}[{row}] must have one entry a kept id ({int(kept.counts[row])}), "
-            f"got {int(counts[row])}"
-        )
-    return _known(name, q, kept).float()
-
-
-def _looked_up(name: str, rows: Iterable[Any], kept: _Kept) -> tuple[_Entries, Tensor]:
-    """The kept ids that are among the top ones, and what those say of them, `[M]` float64."""
-    ids, of_row, logprobs = end_to_end(name, top_entries(name, rows))
-    counts, order = kept.counts, None
-    keys = torch.repeat_interleave(
-        torch.arange(len(counts)) << 32, counts, output_size=len(kept.ids)
-    ).bitwise_or_(kept.ids)
-    if (keys[1:] <= keys[:-1]).any():  # engines list the kept ids in ascending order
-        keys, order = keys.sort()
-    wanted = of_row << 32 | ids
-    at = torch.searchsorted(keys, wanted)
-    held = (at < len(keys)).nonzero()[:, 0]
-    held = held[keys[at[held]] == wanted[held]]
-    at = at[held] if order is None else order[at[held]]
-    return _Entries(at, of_row[held]), _known(name, logprobs[held], kept, at)
-
-
-def _known(name: str, q: Tensor, kept: _Kept, at: Tensor | None = None) -> Tensor:
-    """The log-probabilities of the kept ids `at` (all by default), NaN where unknown; none may be
-    infinite."""
-    least, most = (float(q.amin()), float(q.amax())) if len(q) else (0.0, 0.0)  # NaN: some is
-    if least > UNKNOWN_LOGPROB and most < math.inf:
-        return q
-    if not (-math.inf < least and most < math.inf) and q.isinf().any():
-        infinite = q.isinf().nonzero()[:, 0]
-        entries = infinite if at is None else at[infinite]
-        first = entries.argmin()
-        entry, value = entries[first], float(q[infinite[first]])
-        raise ValueError(
-            f"{name}: kept id {int(kept.ids[entry])} of row {int(rows_at(kept.offsets, entry))} "
-            f"has log-probability {value}: the mask and the log-probabilities are not of one "
-            "request"
-        )
-    return q.masked_fill(q <= UNKNOWN_LOGPROB, math.nan)
+# --- what SGLang says of its sampled tokens ---
 
 
 def _shift(name: str, over_kept: Tensor, raw: Tensor) -> Tensor:
@@ -368,10 +274,10 @@ def _shift(name: str, over_kept: Tensor, raw: Tensor) -> Tensor:
     return shift
 
 
-def _own(name: str, tokens: Tensor, kept: _Kept) -> _Entries:
+def _own(name: str, tokens: Tensor, kept: KeptIds) -> Entries:
     """The sampled tokens' entries, of which each of SGLang's rows must hold one."""
     same_length(name, tokens, len(kept.counts))
-    own = _Entries(*entries_of(tokens, kept.ids, kept.offsets))
+    own = Entries(*entries_of(tokens, kept.ids, kept.offsets))
     held = torch.zeros(len(tokens), dtype=torch.bool)
     held[own.rows] = True
     if not held.all():
@@ -383,11 +289,7 @@ def _own(name: str, tokens: Tensor, kept: _Kept) -> _Entries:
     return own
 
 
-def _nothing(kept: _Kept) -> Tensor:
-    return torch.full(kept.ids.shape, math.nan, dtype=torch.float32)
-
-
-def _replay(kept: _Kept, q: Tensor) -> Columns:
+def _replay(kept: KeptIds, q: Tensor) -> Columns:
     return _columns(kept.ids, q, kept.counts, RowKind.REPLAY)
 
 

@@ -1,11 +1,19 @@
-"""Row reductions against a loop over the rows, values and gradients."""
+"""Rows against a loop over them: their entries, and reductions with values and gradients."""
 
 import math
 
 import pytest
 import torch
 
-from rl_loss.csr import segment_logsumexp, segment_sum
+from rl_loss.csr import (
+    count_by_row,
+    entries_of,
+    offsets_of,
+    rows_at,
+    rows_of_entries,
+    segment_logsumexp,
+    segment_sum,
+)
 
 INF = math.inf
 
@@ -96,3 +104,35 @@ def test_no_rows_and_no_entries():
     assert segment_sum(none, rows, 0).tolist() == segment_logsumexp(none, rows, 0).tolist() == []
     assert segment_logsumexp(none, rows, 2).tolist() == [-INF, -INF]
     assert segment_sum(none, rows, 2).tolist() == [0, 0]
+
+
+WIDTHS = [[3, 0, 1, 5], [0, 0], [1], [], [0, 7, 0, 0, 2, 0]]
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_the_rows_of_some_entries(widths):
+    offsets = offsets_of(torch.tensor(widths, dtype=torch.int64))
+    rows = rows_of_entries(offsets, sum(widths))
+    some = torch.arange(sum(widths)).flip(0)[::2].contiguous()
+    assert rows_at(offsets, some).tolist() == rows[some].tolist()
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.8, 1.0])
+def test_the_true_entries_of_each_row_are_counted(widths, share):
+    """Few and many: it is the fewer ones that are looked up."""
+    offsets = offsets_of(torch.tensor(widths, dtype=torch.int64))
+    mask = torch.rand(sum(widths), generator=torch.Generator().manual_seed(1)) < share
+    got = count_by_row(mask, offsets)
+    assert got.dtype == torch.int64
+    assert got.tolist() == [int(row.sum()) for row in mask.split(widths)]
+
+
+def test_the_entries_that_are_their_rows_token():
+    offsets = offsets_of(torch.tensor([3, 0, 2, 1, 1, 1]))
+    ids = torch.tensor([5, 9, 5, 5, 7, 2**31 - 1, 0, 4], dtype=torch.int32)
+    # 2**32 + 4 is 4 in its lower 32 bits, and no id is -1.
+    tokens = torch.tensor([5, 5, 7, 2**31 - 1, -1, 2**32 + 4])
+    entries, rows = entries_of(tokens, ids, offsets)
+    assert entries.tolist() == [0, 2, 4, 5]
+    assert rows.tolist() == [0, 0, 2, 3]

@@ -378,6 +378,90 @@ def test_what_vllm_cannot_have_meant_is_refused(mask, logprobs, message):
         Support.from_vllm(mask, logprobs)
 
 
+@pytest.mark.parametrize("ascending", [True, False])
+def test_kept_ids_in_any_order(ascending, monkeypatch):
+    """Engines list them in ascending order, and then none is sorted."""
+    mask, top = REQUEST.mask(), REQUEST.vllm_logprobs(REQUEST.processed)
+    expected = Support.from_vllm(mask, top)
+    assert 0 < int(expected.known.sum()) < expected.nnz
+    if ascending:
+        monkeypatch.setattr(torch.Tensor, "sort", None)
+        same(Support.from_vllm(mask, top), expected)
+        return
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(len(row), generator=generator) for row in mask]
+    shuffled = [[row[i] for i in order] for row, order in zip(mask, orders, strict=True)]
+    starts = expected.offsets[:-1].tolist()
+    moved = torch.cat([start + order for start, order in zip(starts, orders, strict=True)])
+    flat, offsets = end_to_end(shuffled)
+    for form in (shuffled, {"token_ids": numpy.array(flat, numpy.int32), "offsets": offsets}):
+        got = Support.from_vllm(form, top)
+        assert torch.equal(got.ids, expected.ids[moved])
+        assert torch.equal(got.known, expected.known[moved])
+        known = got.known
+        assert torch.equal(got.sampler_logprobs[known], expected.sampler_logprobs[moved][known])
+        tails = expected.sampler_tail_mass
+        torch.testing.assert_close(got.sampler_tail_mass, tails, rtol=0, atol=1e-6)
+
+
+def test_of_several_impossible_ids_the_first_kept_one_is_named():
+    """In the order of the mask, whatever that of the log-probabilities."""
+    top = [{7: 0.0}, {9: math.inf, 4: -math.inf, 2: 0.0}, {1: -math.inf}]
+    with pytest.raises(ValueError, match=r"^logprobs: kept id 4 of row 1 has .* -inf"):
+        Support.from_vllm([[7], [2, 4, 9], [1]], top)
+    with pytest.raises(ValueError, match=r"^logprobs: kept id 9 of row 1 has .* inf: the mask"):
+        Support.from_vllm([[7], [9, 4, 2], [1]], top)
+
+
+@pytest.mark.parametrize("dtype", [numpy.float32, numpy.float64])
+@pytest.mark.parametrize("bad", [-math.inf, math.inf])
+def test_an_impossible_id_among_flat_arrays_is_named(dtype, bad):
+    """Beside others that are unknown, and beyond a row without any."""
+    q = numpy.array([-0.7, -0.7, NAN, bad, -9999.0], dtype)
+    arrays = {"token_ids": numpy.array([5, 9, 4, 9, 11], numpy.int32), "offsets": [0, 2, 2, 5]}
+    with pytest.raises(ValueError, match=f"kept id 9 of row 2 has log-probability {bad}: the mask"):
+        Support.from_vllm(arrays | {"logprobs": q})
+    q[3] = -1.5
+    support = Support.from_vllm(arrays | {"logprobs": q})
+    assert support.known.tolist() == [True, True, False, True, False]
+    assert support.sampler_logprobs[3] == -1.5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [(numpy.int32, -1), (numpy.int64, -1), (numpy.int64, 2**31), (numpy.uint32, 2**31)],
+)
+def test_an_id_out_of_range_among_arrays_is_named(dtype, bad):
+    ids = numpy.array([5, 9, 4, bad, 11], dtype)
+    with pytest.raises(ValueError, match=rf"^mask\[2\]: ids must be in \[0, 2.*, got {bad}$"):
+        Support.from_vllm({"token_ids": ids, "offsets": [0, 2, 2, 5]})
+    with pytest.raises(ValueError, match=rf"^mask\[1\]: ids must be in \[0, 2.*, got {bad}$"):
+        Support.from_vllm([ids[:2], ids[2:]])
+
+
+def test_an_engine_may_use_its_memory_again():
+    ids, q = numpy.array([5, 9, 4], numpy.int32), numpy.array([-0.7, -0.7, 0.0], numpy.float32)
+    offsets, widths = numpy.array([0, 2, 3]), numpy.array([2, 1])
+    made = [
+        Support.from_vllm({"token_ids": ids, "offsets": offsets, "logprobs": q}),
+        Support.from_vllm([ids[:2], ids[2:]], [q[:2], q[2:]]),
+        Support.from_sglang(SamplingMaskChunk(widths, ids, q)),
+    ]
+    expected = Support.from_rows([([5, 9], [-0.7, -0.7]), ([4], [0.0])])
+    for values in (ids, q, offsets, widths):
+        values[:] = 7
+    for support in made:
+        same(support, expected)
+
+
+def test_where_nothing_was_kept_nothing_is_read():
+    """Of an aborted request, whose empty arrays may be of any sort."""
+    nothing = {"token_ids": [], "sampling_mask": {"token_ids": [], "offsets": [0]}}
+    for logprobs in (None, [], numpy.zeros(0, numpy.int64), numpy.zeros(0, numpy.float16)):
+        rows = Support.read_answer(nothing | {"logprobs": logprobs})
+        assert [len(part) for part in rows] == [0, 0, 0]
+
+
 def test_a_dict_that_knows_none_of_the_kept_ids():
     """Prefill-style rows: the ids alone, as without log-probabilities."""
     support = Support.from_vllm([[1, 2], [3]], [{}, {3: 0.0}])

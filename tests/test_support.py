@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -32,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from rl_loss.alignment import aligned_rows
 from rl_loss.capture import capture_support
 from rl_loss.capture_stream import CaptureStream
-from rl_loss.csr import RowKind, rows_of_entries
+from rl_loss.csr import RowKind, rows_of_entries, selected_entries
 from rl_loss.packing import pack_entries
 from rl_loss.support import Support
 
@@ -355,6 +356,24 @@ def test_repeats_are_found_exactly(rows):
         return
     with refused(f"twice in row {bad[0]}$"):
         Support.from_rows(pairs, kind=kinds)
+
+
+def test_rows_in_order_are_not_sorted(monkeypatch):
+    """Ascending rows, empty ones between them, and draws, which may repeat, need no look."""
+    rows = [([4, 7, 9], [-1.0] * 3), None, ([0, 4], [-1.0] * 2), ([3, 3, 1], [-1.0] * 3), None]
+    kinds = [REPLAY, REPLAY, HEAD, DRAWS, REPLAY]
+    sorted_rows = []
+
+    def select(offsets, rows):
+        sorted_rows.append(rows.tolist())
+        return selected_entries(offsets, rows)
+
+    monkeypatch.setattr("rl_loss.row_parsing.selected_entries", select)
+    Support.from_rows(rows, kind=kinds)
+    assert sorted_rows in ([], [[]])
+    rows[2] = ([4, 0], [-1.0] * 2)
+    Support.from_rows(rows, kind=kinds)
+    assert sorted_rows[-1] == [2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -1190,6 +1209,27 @@ def test_rows_of_lists_are_read_as_row_by_row(rows, kind, logprobs, form):
     for name in ("ids", "sampler_logprobs", "known", "offsets", "kind", "sampler_tail_mass"):
         one_value, other_value = getattr(one, name), getattr(other, name)
         torch.testing.assert_close(one_value, other_value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_an_array_would_take_and_a_row_may_not():
+    """Rows of bools and of halves are refused as they are alone, and integers are no floats."""
+    half = numpy.float16(-0.5)
+    for row, message in [
+        (([True, False], [-0.7, -0.7]), "ids must be integers"),
+        (([4, 2], [True, True]), "logprobs must be real numbers"),
+        (([4, 2], [half, half]), "logprobs must be in float32 or float64"),
+        (([4, 2.0], [-0.7, -0.7]), "ids must be integers"),
+        (([4, 2**31], [-0.7, -0.7]), r"ids must be in \[0, 2\*\*31\), got 2147483648"),
+        (([4, -2], [-0.7, -0.7]), r"ids must be in \[0, 2\*\*31\), got -2"),
+        (([4, 2], [-0.7]), r"logprobs and known \(bool\) must be \[2\] as ids, got \[1\]"),
+    ]:
+        with pytest.raises(ValueError, match=rf"rows\[1\]: {message}"):
+            Support.from_rows([([4, 2], [-0.7, -0.7]), row])
+    rows = [([4, numpy.int32(2)], [numpy.float32(-0.5), 0]), None, ([5], None)]
+    support = Support.from_rows(rows)
+    assert support.ids.tolist() == [4, 2, 5]
+    assert support.sampler_logprobs[:2].tolist() == [-0.5, 0]
+    assert support.known.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -444,6 +444,14 @@ def test_uniform_rows_are_told_from_short_ones():
     row = ([5, 2, 7], [uniform] * 3)
     with refused(r"row 1 all are -log V = -11.9312"):
         Support.from_rows([None, row], kind=HEAD).validate(torch.tensor([0, 5]), vocab)
+    # Wherever the unknown one stands; and one row of many, between rows that begin alike.
+    for at in range(3):
+        q = [NAN if i == at else uniform for i in range(3)]
+        with refused(r"row 0 all are -log V"):
+            Support.from_rows([(row[0], q)], kind=HEAD).validate(torch.tensor([5]), vocab)
+    rows = [(row[0], [uniform, uniform, -1.0]), row, (row[0], [uniform, -1.0, uniform])]
+    with refused(r"row 1 all are -log V"):
+        Support.from_rows(rows, kind=HEAD).validate(torch.tensor([5, 5, 5]), vocab)
     # A kept set that is uniform over itself is none: its q is -log K.
     kept = Support.from_rows([([5, 2, 7, 1], [-math.log(4)] * 4)])
     kept.validate(torch.tensor([7]), vocab)
