@@ -120,12 +120,13 @@ def head_bwd(
     sums = BlockSums(call, needs, alone)
     if over_v:
         for block, dz in blocks_to_grads(call, saved, upstreams, grads.over_v, sums):
-            if block.last and block.ids.stop == v:
-                sum_hidden.start(grads, sums.hidden)
+            if block.last and block.ids.stop == v and not call.shard.alone:
+                sum_hidden.start(grads, sums.hidden)  # on its way while the rest is multiplied
             part = sums.add_to_weight(block, dz)
             if part is not None:
                 weight_sums(call, entries, block.ids, part, d_weight[block.ids])
-        sum_hidden.start(grads, sums.hidden)  # where there was no block
+            del block, dz, part  # the memory of a block is not held any longer than it is needed
+        sum_hidden.start(grads, sums.hidden)
     elif needs.weight:
         weight_sums(call, entries, slice(0, v), None, d_weight[:v])
     if call.inputs.bias is not None and needs.bias:
