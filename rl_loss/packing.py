@@ -71,8 +71,7 @@ def unpack_entries(packed: Tensor) -> tuple[Tensor, Tensor]:
     """
     if require_tensor("packed", packed).dtype != torch.int64:
         raise ValueError(f"packed must be int64, got {packed.dtype}")
-    ids = (packed & _LOW_32_BITS).to(torch.int32)
-    return ids, (packed >> 32).to(torch.int32).view(torch.float32)
+    return packed.to(torch.int32), (packed >> 32).to(torch.int32).view(torch.float32)
 
 
 def numbers_of_bytes(name: str, data: Any, dtype: torch.dtype) -> Tensor:
