@@ -23,6 +23,8 @@ from rl_loss import reinforce_loss as reinforce
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 kernels = pytest.mark.skipif(not INTERPRETED and DEVICE != "cuda", reason="the kernels' tests")
 
+# In float64 options are constants of a kernel: compiled, each would be a kernel of its own.
+EXACT = torch.float64 if INTERPRETED else torch.float32
 LEAVES = ("trainer_logprobs", "trainer_support_logprobs", "trainer_tail_logprobs")
 SUPPORT = (
     "trainer_support_logprobs", "sampler_support_logprobs", "support_valid", "support_offsets",
@@ -179,10 +181,12 @@ def by_definition(loss: Callable, inputs: LossInputs, upstream: Tensor | None = 
         return run(loss, inputs, upstream)
 
 
-FLOOR = 4  # units in the last place of the largest log-probability, of which p and ratios are made
+# Units in the last place of the largest log-probability, of which p and ratios are made: some
+# numbers are small differences of those.
+FLOOR = 4
 
 
-def agree(loss: Callable, inputs: LossInputs, dtype: torch.dtype = torch.float64) -> Run:
+def agree(loss: Callable, inputs: LossInputs, dtype: torch.dtype = EXACT) -> Run:
     """Every number is the definition's in float64, within twice what the definition in `dtype` is
     off by and a floor; where it is not finite, exactly so. In float64 it is taken to be off by
     what it is in float32, 2^29 times less."""
@@ -209,7 +213,7 @@ def agree(loss: Callable, inputs: LossInputs, dtype: torch.dtype = torch.float64
         assert torch.equal(there.isinf(), value.isinf()), name
         some = value.isfinite()
         if some.any():
-            size = float(value[some].abs().max())
+            size = max(1.0, float(value[some].abs().max()))
             off = less * float((single[name].double() - value)[some].abs().max())
             assert math.isfinite(off)
             error = float((there - value)[some].abs().max())
@@ -234,6 +238,13 @@ def test_random_batches_in_float32(seed):
     name, options = random_options(seed)
     widths = WIDER if seed % 4 == 3 else SHORT
     agree(partial(LOSSES[name], **options), random_inputs(seed, widths=widths), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+def test_random_batches_in_float64_on_a_gpu(seed):
+    name, options = random_options(seed)
+    agree(partial(LOSSES[name], **options), random_inputs(seed, widths=WIDER), torch.float64)
 
 
 @kernels
