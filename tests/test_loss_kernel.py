@@ -292,6 +292,19 @@ def test_a_row_of_150000_entries_beside_short_ones():
 
 
 @kernels
+@pytest.mark.parametrize("programs", [1, 3])
+def test_few_programs_with_many_rows_each(programs, monkeypatch):
+    """As a batch of more rows than programs has it; among them wide ones."""
+    import rl_loss.kernels.loss_passes as passes
+
+    monkeypatch.setattr(passes, "PROGRAMS", programs)
+    launched = spied(monkeypatch, passes, "row_losses")
+    monkeypatch.setattr("rl_loss.kernels.loss.row_losses", passes.row_losses)
+    agree(partial(icepop_loss, kl_tau=0.3), random_inputs(7, n=67, widths=(2, 0, 5, 300, 1)))
+    assert [call.result.sums.shape[1] for call in launched] == [programs]
+
+
+@kernels
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_no_rows_and_no_loss_tokens(n):
     inputs = random_inputs(0, n=n) if n else empty()
