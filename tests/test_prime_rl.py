@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import rank_device, run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rl_loss import Support
@@ -327,7 +328,8 @@ def sharded(rank: int) -> None:
         linear = heads_linear(weight.float()).to(device)
         head = ReplayOutputLinear.from_linear(linear)
         head.return_mask_logprobs = True
-        fully_shard(head, mp_policy=policy)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        fully_shard(head, mesh=mesh, mp_policy=policy)
         call = partial(head, hidden[mine].to(half), labels[mine], temperature[mine], mask[mine])
         if policy.cast_forward_inputs:
             with pytest.raises(ValueError, match="cast_forward_inputs=False"):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from factory import random_support
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rl_loss import (
@@ -160,7 +161,8 @@ def sharded(rank: int) -> None:
     support = batch["support"][rank * L : (rank + 1) * L]
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for apart, policy in ((True, None), (False, None), (True, half)):
-        model, options = Trunk(), {} if policy is None else {"mp_policy": policy}
+        model, options = Trunk(), {"mesh": init_device_mesh("cpu", (2,))}
+        options |= {} if policy is None else {"mp_policy": policy}
         if apart:
             fully_shard(model.lm_head, **options)
         fully_shard(model, **options)

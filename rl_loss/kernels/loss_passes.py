@@ -148,12 +148,11 @@ def row_losses(given: LossTensors, rule: Rule, options: LossOptions, wanted: Wan
     bound = min(math.log(options.kl_max_ratio), LOG_RATIO_MAX)
     code, *limits = _rule(rule)
     numbers = options.adv_tau, options.kl_tau, options.ref_tau, bound, *limits
-    # A scalar argument of a kernel is float32; a constant is as exact as what it meets.
-    number = tl.constexpr if dtype == torch.float64 else float
+    # A scalar argument of a compiled kernel is float32: so is what comes here on a GPU.
     _loss_kernel[(programs,)](
         *_as_loaded(given),
         *out,
-        *map(number, numbers),
+        *map(float, numbers),
         n,
         nnz,
         RULE=code.value,
