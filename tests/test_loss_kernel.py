@@ -540,7 +540,8 @@ def test_frozen_leaves(frozen):
 def test_without_gradients_no_slope_is_kept(mode, monkeypatch):
     import rl_loss.kernels.loss as loss
 
-    passes, inputs = spied(monkeypatch, loss, "row_losses"), moved(random_inputs(14))
+    inputs = moved(mapped(random_inputs(14), lambda value: value.to(EXACT)))
+    passes = spied(monkeypatch, loss, "row_losses")
     wanted = icepop_loss(inputs).per_token_loss
     with mode():
         out = icepop_loss(inputs)
@@ -712,7 +713,7 @@ def test_no_sync_and_in_a_cuda_graph():
 def test_three_launches_forward_and_backward():
     from torch.profiler import ProfilerActivity, profile
 
-    leaves = moved(random_inputs(0, n=40), "cuda")
+    leaves = moved(mapped(random_inputs(0, n=40), Tensor.float), "cuda")
     icepop_loss(leaves).loss.backward()
     torch.cuda.synchronize()
     found = [getattr(leaves, name) for name in LEAVES]
