@@ -102,7 +102,8 @@ def draw(name: str, what: str) -> None:
         )
         axis.set_xscale("log")
         axis.set_xlim(min(times) / 3, max(times) * 5)
-        axis.set_title(f"{work}: {table['shape'].partition(', ')[2]}, {table['dtype']}", fontsize=7)
+        shape = table["shape"].partition(", ")[2]
+        axis.set_title(f"{work}, {table['dtype']}\n{shape}", fontsize=6.5)
         axis.tick_params(labelsize=8)
         axis.xaxis.set_minor_formatter(NullFormatter())
     how = f"{'kernel' if rows[0]['gpu_ms'] else 'wall'} time, log scale"

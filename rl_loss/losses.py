@@ -80,7 +80,15 @@ def ipo_loss(
     if not max_importance_ratio > 0:
         raise ValueError(f"max_importance_ratio must be above 0, got {max_importance_ratio}")
     rule = Ipo(eps, max_importance_ratio)
-    options = _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio, ref_tau)
+    options = _options(
+        adv_tau=adv_tau,
+        score_centering=score_centering,
+        kl_tau=kl_tau,
+        kl=kl,
+        kl_on=kl_on,
+        kl_max_ratio=kl_max_ratio,
+        ref_tau=ref_tau,
+    )
     return _loss(inputs, rule, options)
 
 
@@ -124,7 +132,15 @@ def icepop_loss(
     if ratio_high == 0:
         raise ValueError("ratio_high must be above 0, got 0")
     rule = IcePop(ratio_low, ratio_high)
-    options = _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio, ref_tau)
+    options = _options(
+        adv_tau=adv_tau,
+        score_centering=score_centering,
+        kl_tau=kl_tau,
+        kl=kl,
+        kl_on=kl_on,
+        kl_max_ratio=kl_max_ratio,
+        ref_tau=ref_tau,
+    )
     return _loss(inputs, rule, options)
 
 
@@ -153,7 +169,15 @@ def reinforce_loss(
         >>> float(out.loss)
         1.0
     """
-    options = _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio, ref_tau)
+    options = _options(
+        adv_tau=adv_tau,
+        score_centering=score_centering,
+        kl_tau=kl_tau,
+        kl=kl,
+        kl_on=kl_on,
+        kl_max_ratio=kl_max_ratio,
+        ref_tau=ref_tau,
+    )
     return _loss(inputs, Reinforce(), options)
 
 
@@ -186,7 +210,7 @@ def policy_loss(
     Raises:
         ValueError: a rule that is not callable, or gives no tensor of its arguments' shape.
 
-    Source: the clip of PPO, arXiv 1707.06347, in the example; docs/math.md has the others.
+    Source: the clip of PPO, arXiv 1707.06347, in the example; docs/rules.md has the others.
 
     Example:
         >>> from rl_loss import LossInputs
@@ -202,11 +226,20 @@ def policy_loss(
     """
     if not callable(rule):
         raise ValueError(f"rule must be a function of tokens, got {type(rule).__name__}")
-    options = _options(adv_tau, score_centering, kl_tau, kl, kl_on, kl_max_ratio, ref_tau)
+    options = _options(
+        adv_tau=adv_tau,
+        score_centering=score_centering,
+        kl_tau=kl_tau,
+        kl=kl,
+        kl_on=kl_on,
+        kl_max_ratio=kl_max_ratio,
+        ref_tau=ref_tau,
+    )
     return _loss(inputs, Custom(rule), options)
 
 
 def _options(
+    *,
     adv_tau: float,
     score_centering: bool,
     kl_tau: float,

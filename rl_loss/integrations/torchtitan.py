@@ -3,16 +3,15 @@
 Of torchtitan 0.3, whose trainers hand hidden states and the LM head to a `ChunkedLossWrapper`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 
+from rl_loss.integrations.replaced import replaced
 from rl_loss.lm_head import LMHeadOutput, fused_lm_head
 from rl_loss.loss.inputs import LossInputs, LossOutputs
 from rl_loss.loss.losses import icepop_loss
@@ -80,10 +79,14 @@ class ReplayLoss(ChunkedLossWrapper):
             raise ValueError("lm_head must be set before the first call (set_lm_head)")
         if loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask must be bool, got {loss_mask.dtype}")
-        active = loss_mask & generator_logprobs.isfinite()
-        options = {"temperature": temperature, "active": active}
-        with _in_the_place_of(self.lm_head, partial(fused_lm_head, **options), labels, support):
-            head = self.lm_head(pred)
+        active, module = loss_mask & generator_logprobs.isfinite(), self.lm_head
+
+        def forward(hidden: Tensor) -> LMHeadOutput:  # inside the module's hooks
+            options = {"bias": module.bias, "temperature": temperature, "active": active}
+            return fused_lm_head(hidden, module.weight, labels, support, **options)
+
+        with replaced(module, "forward", forward):
+            head = module(pred)
         inputs = LossInputs.from_head(
             head, inference_logprobs=generator_logprobs, advantages=advantages
         )
@@ -108,18 +111,3 @@ _OF_EVERY_TOKEN = (
     "log_ratio_clipped",
     "score_centering/uncentered",
 )
-
-
-@contextmanager
-def _in_the_place_of(
-    module: Any, head: Callable[..., LMHeadOutput], labels: Tensor, support: Support | None
-) -> Iterator[None]:
-    """The head instead of a linear module's forward for the time being, inside its hooks."""
-    before = vars(module).get("forward")
-    module.forward = lambda hidden: head(hidden, module.weight, labels, support, bias=module.bias)
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before

@@ -16,9 +16,10 @@ from torch.nn import functional
 from rl_loss.csr import RowKind, first_row
 from rl_loss.integrations.head_transform import without_peft
 from rl_loss.integrations.huggingface import Completion, SupportRecorder, patch_lm_head
+from rl_loss.integrations.replaced import replaced
 from rl_loss.integrations.sampled_logprobs import sampled_logprobs, support_of
 from rl_loss.integrations.trl_config import check_model, check_sampling, our_loss
-from rl_loss.integrations.trl_vllm import generation_with_masks, replaced
+from rl_loss.integrations.trl_vllm import generation_with_masks
 from rl_loss.loss.inputs import LossInputs, LossOutputs
 from rl_loss.loss.metrics import combine_metrics, metric_floats, reduce_metrics
 from rl_loss.support import Support

@@ -6,8 +6,7 @@ TRL's generation gives tokens and log-probabilities and no mask. Here the sample
 Source: vLLM, pull request 49577 (0.28 and later).
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 from trl.trainer import grpo_trainer
 
+from rl_loss.integrations.replaced import replaced
 from rl_loss.integrations.sampled_logprobs import SampledLogprob, sampled_logprobs
 from rl_loss.support import Support
 
@@ -105,18 +105,3 @@ def _sampled(answer: Any) -> list[tuple[int, SampledLogprob]]:
     rows = Support.read_answer(answer)
     logprobs = sampled_logprobs(rows.support, rows.inference_logprobs.tolist())
     return list(zip(rows.token_ids.tolist(), logprobs, strict=True))
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside."""
-    own = name in vars(owner)
-    before = getattr(owner, name, None)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
