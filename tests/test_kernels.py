@@ -9,6 +9,7 @@ from factory import (
     Results,
     as_they_are,
     assert_exact,
+    hot_ids_everywhere,
     naive_head,
     naive_output,
     outputs,
@@ -257,36 +258,6 @@ def test_heavy_rows_and_frequent_ids_take_the_narrow_blocks(widths, monkeypatch)
 
 
 @kernels
-def test_hot_ids_on_the_tensor_cores(monkeypatch):
-    """The dense product of the most frequent ids, inactive rows holding NaN."""
-    import rl_loss.kernels.gradient_sums as gradient_sums
-    import rl_loss.kernels.hot_ids as hot_ids
-
-    monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(gradient_sums, "_WEIGHT_PROGRAMS", 3)
-    monkeypatch.setattr(hot_ids, "_ROWS", 5)
-    products = spied(monkeypatch, gradient_sums, "hot_product")
-    # The interpreter multiplies the bits of bfloat16 matrices as integers.
-    dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    batch = random_batch(9, 140, 60, kinds=REPLAY, dtype=dtype, widths=(25, 3))
-    active = torch.arange(9) != 4
-    allowed = tolerance(batch, active=active)
-    batch.hidden[4] = torch.nan
-    exact = batch.leaves(torch.float64)
-    wanted = results(exact, outputs(head(exact, "reference", active=active)))
-    for hot in (False, True):
-        monkeypatch.setattr(gradient_sums, "use_hot_ids", lambda call, hot=hot: hot)
-        got = kernel_results(batch, active=active.to(DEVICE))
-        if hot:  # of each of an id's nine terms at most, 16 bits are kept
-            hidden, weight, bias = allowed.grads
-            allowed = allowed._replace(grads=[hidden, weight + 9 * 2**-17, bias])
-        assert_exact(got, wanted, allowed)
-        assert len(products) == hot
-    hot = products[0].result
-    assert (hot.slots >= 0).sum() == (hot.ids >= 0).sum() > 0
-
-
-@kernels
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kinds", [REPLAY, MIXED], ids=["replay", "mixed"])
 @pytest.mark.parametrize(
@@ -391,21 +362,6 @@ def test_an_id_that_is_drawn_more_often_than_there_are_rows(monkeypatch):
     batch.support = Support.from_rows(rows, kind=RowKind.DRAWS)
     compare(batch)
     assert 7 in [len(call.args[0]) for call in launched]
-
-
-@kernels
-def test_repeated_draws_of_a_hot_id_all_count(monkeypatch):
-    import rl_loss.kernels.gradient_sums as gradient_sums
-    import rl_loss.kernels.hot_ids as hot_ids
-
-    monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(gradient_sums, "use_hot_ids", lambda call: True)
-    products = spied(monkeypatch, gradient_sums, "hot_product")
-    batch = random_batch(4, 8, 7, kinds=(RowKind.NONE,), dtype=torch.float16)
-    row = ([3, 3, 3, 1], [-0.5] * 4)
-    batch.support = Support.from_rows([row] * 4, kind=RowKind.DRAWS)
-    compare(batch)
-    assert not products  # where two entries would share a cell there is none
 
 
 @kernels
@@ -562,12 +518,10 @@ def wide_rows(monkeypatch):
 
 def hot_rows(monkeypatch):
     import rl_loss.kernels.gradient_sums as gradient_sums
-    import rl_loss.kernels.hot_ids as hot_ids
 
-    monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(gradient_sums, "use_hot_ids", lambda call: True)
-    calls = spied(monkeypatch, gradient_sums, "write_hot_rows")
-    return {}, lambda: len(calls) == 2
+    hot_ids_everywhere(monkeypatch)
+    calls = [spied(monkeypatch, gradient_sums, name) for name in ("hot_hidden", "write_hot_rows")]
+    return {}, lambda: [len(some) for some in calls] == [2, 2]
 
 
 def any_rows(monkeypatch):

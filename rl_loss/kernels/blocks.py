@@ -86,7 +86,7 @@ def entry_logits(call: HeadCall) -> RowOutputs:
     out = RowOutputs.new(call.inputs, call.rows, call.scalars)
     if not call.shard.alone:
         out.support_logprobs.zero_()  # what other ranks have is added to it
-    gathered_logits(call, out.support_logprobs)
+    gathered_logits(call, out)
     if len(call.rows.wide):
         _wide_logits(call, out)
     return out

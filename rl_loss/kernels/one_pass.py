@@ -28,6 +28,7 @@ from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
 from rl_loss.kernels.gradient_sums import (
     HiddenSum,
     bias_sums,
+    hot_rows,
     new_weight_grad,
     sorted_entries,
     weight_sums,
@@ -119,7 +120,8 @@ class _Batch:
         n, v, rows = call.n, len(call.weight), call.rows
         self.per_token = call.hidden.new_zeros(n, dtype=call.dtype)
         self.total = self.per_token.new_zeros(())
-        out, grads = entry_logits(call), EntryGrads.new(call)
+        out = entry_logits(call)
+        grads = EntryGrads.new(call, out)
         if not call.shard.alone:
             of_all_ranks(call, out)
         normalise(call, out)
@@ -133,10 +135,12 @@ class _Batch:
         sums = BlockSums(call, needs)
         base = self._chunks(call, out, grads, sums) if some_over_v else None
         d_weight = d_bias = None
-        hidden_sum = HiddenSum(call, needs)
+        hidden_sum = HiddenSum(call, needs, out.state)
         hidden_sum.start(grads, sums.hidden)
+        hot = hot_rows(call, grads, out.state, needs)
+        grads = grads._replace(laid=None)  # free for what follows
         if needs.weight or needs.bias:
-            entries = sorted_entries(call, grads, out.state)
+            entries = sorted_entries(call, grads, out, hot, needs)
         del grads  # free for what follows
         if needs.weight:
             d_weight = new_weight_grad(call)

@@ -24,6 +24,7 @@ from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
 from rl_loss.kernels.gradient_sums import (
     HiddenSum,
     bias_sums,
+    hot_rows,
     new_weight_grad,
     sorted_entries,
     weight_sums,
@@ -102,15 +103,18 @@ def head_bwd(
     if entropy_v is None and upstreams.full_logprobs is None:
         # Nothing reads what was taken of REPLAY rows over the vocabulary: it costs no product here.
         call = replace(call, rows=call.rows._replace(over_v=call.rows.normalised_v))
-    grads = EntryGrads.new(call)
+    grads = EntryGrads.new(call, saved)
     entry_grads(call, grads, saved, upstreams)
     d_weight, d_bias = call.hidden.new_empty(0), call.hidden.new_empty(0)
     over_v, v = len(call.rows.over_v) > 0, len(call.weight)
-    sum_hidden = HiddenSum(call, needs)
+    sum_hidden = HiddenSum(call, needs, saved.state)
     if not over_v:
         sum_hidden.start(grads, None)
+    hot = hot_rows(call, grads, saved.state, needs)
+    if not over_v:
+        grads = grads._replace(laid=None)  # free for what follows
     if needs.weight or needs.bias:
-        entries = sorted_entries(call, grads, saved.state)
+        entries = sorted_entries(call, grads, saved, hot, needs)
     if not over_v:
         del grads  # free for what follows
     if needs.weight:

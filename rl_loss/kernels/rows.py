@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.hot_ids import find_hot_ids
+from rl_loss.kernels.hot_products import hot_logits
 from rl_loss.kernels.logits import inverse_of, logit
 from rl_loss.kernels.records import (
     BROKEN,
@@ -41,14 +43,18 @@ def _logits_kernel(
     counts,  # [N] int32
     active,  # [N] uint8
     temperature,  # [N]
+    slots,  # [V] int32, see `HotIds`
+    hot_products,  # [N, S] raw products with the hot ids
     z,  # [nnz] out
     one_temperature,
     H,
     V,
+    S,
     sh0,
     sh1,
     sw0,
     sw1,
+    HAS_HOT: tl.constexpr,
     HAS_OWN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
@@ -66,7 +72,7 @@ def _logits_kernel(
 ):
     """Logits of one tile of a row's entries; the hidden row stays in registers where it fits, of
     BLOCK_H columns or of as many and REST_H more (blocks are powers of two, H is none above 4096
-    in most models)."""
+    in most models). Products with hot ids are there already: the other entries are gathered."""
     tile = tl.load(tiles + tl.program_id(0))
     row = tile >> 32
     on = True
@@ -79,6 +85,21 @@ def _logits_kernel(
         start = begin + (tile & 0xFFFFFFFF) * TILE
         end = tl.minimum(end, start + TILE)
         inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
+        lane = tl.arange(0, TILE)
+        if HAS_HOT:
+            entry = start + lane
+            there = entry < end
+            if HAS_OWN:
+                entry = begin + tl.load(within + entry, mask=there, other=0)
+            some = tl.load(ids + entry, mask=there, other=-1)
+            slot = tl.load(slots + some, mask=(some >= 0) & (some < V), other=-1)
+            hot = slot >= 0
+            raw = tl.load(hot_products + row * S + slot, mask=hot, other=0.0)
+            raw = logit(raw, bias, some, hot, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+            tl.store(z + entry, raw, mask=hot)
+            cold = (there & (slot < 0)).to(tl.int32)
+            place = tl.where(cold != 0, tl.cumsum(cold, axis=0) - 1, -1)  # among the cold ones
+            end = start + tl.sum(cold, axis=0)
         columns = tl.arange(0, BLOCK_H)
         if FAR:
             columns = columns.to(tl.int64)
@@ -90,9 +111,21 @@ def _logits_kernel(
         for first in range(start, end, R):
             entry = first + tl.arange(0, R)
             there = entry < end
+            if HAS_HOT:
+                # Where it stands in the tile: sums over the lanes of a warp, no load.
+                at = tl.zeros([R], dtype=tl.int32)
+                v = tl.zeros([R], dtype=tl.int32)
+                for i in tl.static_range(R):
+                    this = place == (first - start).to(tl.int32) + i
+                    nth = tl.arange(0, R) == i
+                    at = tl.where(nth, tl.sum(tl.where(this, lane, 0), axis=0), at)
+                    v = tl.where(nth, tl.sum(tl.where(this, some, 0), axis=0), v)
+                entry = start + at
+                v = v.to(tl.int64)
             if HAS_OWN:
                 entry = begin + tl.load(within + entry, mask=there, other=0)
-            v = tl.load(ids + entry, mask=there, other=0).to(tl.int64)
+            if not HAS_HOT:
+                v = tl.load(ids + entry, mask=there, other=0).to(tl.int64)
             held = there & (v >= 0) & (v < V)
             w_rows = weight + v[:, None] * sw0
             if WHOLE_H:
@@ -297,9 +330,14 @@ def _logits_shape(h: int, max_width: int) -> dict[str, int | bool]:
     return {"WHOLE_H": h <= block + rest, "BLOCK_H": block, "REST_H": rest, **shape}
 
 
-def gathered_logits(call: HeadCall, z: Tensor) -> None:
-    """Writes the logits of all entries in the tiles to `z` `[nnz]`: one launch."""
+def gathered_logits(call: HeadCall, out: RowOutputs) -> None:
+    """Writes the logits of all entries in the tiles to `out.support_logprobs`: one launch, and
+    before it those of hot ids where `out` has room for them."""
     hidden, weight, rows, logits = call.hidden, call.weight, call.rows, call.logit
+    hot, products = out.hot, None
+    if hot is not None:
+        find_hot_ids(call.own_ids, len(weight), call.n, hot)
+        products = hot_logits(call, hot)
     if len(rows.tiles):
         h = hidden.shape[1]
         _logits_kernel[(len(rows.tiles),)](
@@ -312,12 +350,16 @@ def gathered_logits(call: HeadCall, z: Tensor) -> None:
             *(call.own or (None, None))[:2],
             call.active,
             logits.temperature,
-            z,
+            out.hot_slots,
+            products,
+            out.support_logprobs,
             logits.one_temperature,
             h,
             len(weight),
+            len(out.hot_ids),
             *hidden.stride(),
             *weight.stride(),
+            HAS_HOT=hot is not None,
             HAS_OWN=call.own is not None,
             HAS_ACTIVE=rows.active is not None,
             FAR=max(hidden.stride(1), weight.stride(1)) * h >= 2**31,
