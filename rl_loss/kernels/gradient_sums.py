@@ -32,7 +32,7 @@ _BASE_BYTES = 2**27
 class SortedEntries(NamedTuple):
     """The entries in the order of their ids, and the product of the most frequent ones."""
 
-    ids: Tensor | None  # [nnz] int32, None where no id that is not hot can have more than `most`
+    ids: Tensor | None  # [nnz] int32; None where an id that is not hot can have but few
     grad: Tensor  # [nnz]
     rows: Tensor  # [nnz] int32
     bounds: Tensor  # [V + 1] where each id's run begins
@@ -50,11 +50,12 @@ def _hidden_sums(call: HeadCall, grads: EntryGrads, base: Tensor | None, state: 
     if base is not None and len(base) < n:
         places = _places_of(rows.over_v, n)
     wide = len(rows.wide) > 0
-    entries = EntryList(grads.grad, call.own_ids, rows.offsets, grads.rows, call.scalars.max_width)
+    most = call.scalars.max_width
     slots = _places_of(rows.wide, n).int() if wide else None
     # A row of four times the mean width would keep its one program busy for too long.
     heavy = max(_HEAVY_ROW, 4 << (len(rows.ids) // max(1, n)).bit_length())
     if grads.laid is None:
+        entries = EntryList(grads.grad, call.own_ids, rows.offsets, grads.rows, most)
         extras = Extras(base, places, grads.flags, call.own, slots)
         entry_sums(call.weight, entries, out, extras, heavy=heavy)
     else:
@@ -64,14 +65,9 @@ def _hidden_sums(call: HeadCall, grads: EntryGrads, base: Tensor | None, state: 
             made = hot_hidden(call, laid.hot, laid.matrix, state, run)
             if base is not None:
                 made += base[run] if places is None else _spread(base, places[run])
+            bounds, counts = rows.offsets[first : run.stop + 1], laid.cold_counts[run]
             entries = EntryList(
-                laid.cold_grad,
-                laid.cold_ids,
-                rows.offsets[run.start : run.stop + 1],
-                grads.rows,
-                call.scalars.max_width,
-                first,
-                laid.cold_counts[run],
+                laid.cold_grad, laid.cold_ids, bounds, grads.rows, most, first, counts
             )
             some = None if slots is None else slots[run]
             extras = Extras(made, flags=grads.flags[run], slots=some)
@@ -140,7 +136,7 @@ def sorted_entries(
 
 def most_of_the_others(n: int, nnz: int, slots: int) -> int:
     """The entries of an id that got no slot, or more: too few for one, or as many as each of those
-    that have one, but for the width of a bin of counts (a fifth)."""
+    that have one, but for the width of a bin of counts (a quarter)."""
     return max(least_count(n), 5 * nnz // (4 * slots) + 1)
 
 

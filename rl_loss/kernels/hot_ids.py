@@ -30,10 +30,15 @@ def _count_kernel(ids, counts, nnz, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _octaves(count):
+    """Four steps an octave: the exponent of a float32, and two bits behind it."""
+    return tl.maximum(count, 1).to(tl.float32).to(tl.int32, bitcast=True) >> 21
+
+
+@triton.jit
 def _bin(count, least, BINS: tl.constexpr):
-    octaves = tl.log2(tl.maximum(count, least).to(tl.float32) / least)
-    number = 1 + tl.minimum(4.0 * octaves, BINS - 2.0).to(tl.int32)
-    return tl.where(count >= least, number, 0)
+    number = 1 + _octaves(count) - _octaves(least)
+    return tl.where(count >= least, tl.minimum(number, BINS - 1), 0)
 
 
 @triton.jit

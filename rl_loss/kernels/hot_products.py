@@ -8,6 +8,7 @@ all hot ids NaN, not of its own ids alone; so does a hot id's row of the weight 
 with the hidden gradients of all rows.
 """
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,8 @@ def _hot_logits_kernel(
 ):
     """A tile of `hidden @ weight[hot_ids].T`, of replayed rows.
 
-    The tensor cores cut off what they add up: their sums are of few terms, and added up here.
+    The tensor cores cut off what does not fit when they add up: theirs are sums of few terms, and
+    these are added up here.
     """
     blocks = S // BLOCK_S
     slot = tl.program_id(0) % blocks * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -203,8 +205,8 @@ class HotRows(NamedTuple):
 
 
 def _tile(given: dict[str, int], slots: int) -> dict[str, int]:
-    """Never more slots than there are."""
-    return {**given, "BLOCK_S": min(given["BLOCK_S"], slots)}
+    """Its slots divide those that there are."""
+    return {**given, "BLOCK_S": gcd(given["BLOCK_S"], slots)}
 
 
 def hot_logits(call: HeadCall, hot: HotIds) -> Tensor:

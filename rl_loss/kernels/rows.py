@@ -32,6 +32,30 @@ _MOST_COLUMNS = 4096  # of a hidden row in one block of registers
 
 
 @triton.jit
+def _pick_hot(
+    hot_products, bias, ids, within, slots, z, begin, entry, end, inverse, V,
+    HAS_OWN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROUND: tl.constexpr,
+):  # fmt: skip
+    """Logits of a tile's hot entries, from their products. Gives the tile's ids, each one's place
+    among those that are left (-1: hot, or none), and how many these are."""
+    there = entry < end
+    if HAS_OWN:
+        entry = begin + tl.load(within + entry, mask=there, other=0)
+    v = tl.load(ids + entry, mask=there, other=-1)
+    slot = tl.load(slots + v, mask=(v >= 0) & (v < V), other=-1)
+    hot = slot >= 0
+    raw = tl.load(hot_products + slot, mask=hot, other=0.0)
+    raw = logit(raw, bias, v, hot, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+    tl.store(z + entry, raw, mask=hot)
+    cold = (there & (slot < 0)).to(tl.int32)
+    return v, tl.where(cold != 0, tl.cumsum(cold, axis=0) - 1, -1), tl.sum(cold, axis=0)
+
+
+@triton.jit
 def _logits_kernel(
     hidden,  # [N, H]
     weight,  # [V, H]
@@ -87,19 +111,11 @@ def _logits_kernel(
         inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
         lane = tl.arange(0, TILE)
         if HAS_HOT:
-            entry = start + lane
-            there = entry < end
-            if HAS_OWN:
-                entry = begin + tl.load(within + entry, mask=there, other=0)
-            some = tl.load(ids + entry, mask=there, other=-1)
-            slot = tl.load(slots + some, mask=(some >= 0) & (some < V), other=-1)
-            hot = slot >= 0
-            raw = tl.load(hot_products + row * S + slot, mask=hot, other=0.0)
-            raw = logit(raw, bias, some, hot, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
-            tl.store(z + entry, raw, mask=hot)
-            cold = (there & (slot < 0)).to(tl.int32)
-            place = tl.where(cold != 0, tl.cumsum(cold, axis=0) - 1, -1)  # among the cold ones
-            end = start + tl.sum(cold, axis=0)
+            some, place, count = _pick_hot(
+                hot_products + row * S, bias, ids, within, slots, z, begin, start + lane, end,
+                inverse, V, HAS_OWN, HAS_BIAS, SOFTCAP, SCALE, ROUND,
+            )  # fmt: skip
+            end = start + count
         columns = tl.arange(0, BLOCK_H)
         if FAR:
             columns = columns.to(tl.int64)
