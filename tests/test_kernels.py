@@ -1045,3 +1045,41 @@ def test_more_than_2_to_the_31_entries():
     got = Results([out.logprobs[rows]], [hidden.grad[rows]]).cpu()
     wanted, allowed = (part._replace(grads=part.grads[:1]) for part in (wanted, allowed))
     assert_exact(got, wanted, allowed)
+
+
+def on_fused_products(monkeypatch):
+    """Whether or not this is a GPU that takes them."""
+    import rl_loss.kernels.fused_products as fused_products
+
+    monkeypatch.setattr(fused_products, "_on_hopper", lambda device: True)
+
+
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies bfloat16's bits
+
+
+@kernels
+@pytest.mark.parametrize("entropy", [None, "support", "full"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 5.0, "logit_scale": 0.7}, {"temperature": 0.8, "bias": None}],
+    ids=["plain", "capped", "alone"],
+)
+@pytest.mark.parametrize("kinds", [(RowKind.NONE,), (RowKind.NONE, RowKind.REPLAY)], ids=str)
+def test_rows_over_the_vocabulary_on_fused_products(kinds, entropy, options, monkeypatch):
+    """Odd numbers of rows and ids; the gradient of all at once, of a run of ids after another."""
+    import rl_loss.kernels.blocks as blocks
+
+    on_fused_products(monkeypatch)
+    monkeypatch.setattr(blocks, "_LEAST_IDS", 256)
+    passes = [spied(monkeypatch, blocks, name) for name in ("add_stats", "to_grads")]
+    forward = spied(monkeypatch, blocks, "add_row_stats")
+    backward = spied(monkeypatch, blocks, "product_grads")
+    batch = random_batch(21, 24, 300, kinds=kinds, dtype=HALF)
+    for cells, ids in ((21 * 300, 300), (21 * 256, 256)):
+        forward.clear(), backward.clear()
+        compare(batch, entropy=entropy, workspace_mib=cells * 2 / 2**20, **options)
+        assert len(forward) == 1
+        if entropy == "full" or RowKind.REPLAY not in kinds:
+            starts = [call.args[1].ids.start for call in backward]
+            assert starts == list(range(0, 300, ids))
+    assert passes == [[], []]

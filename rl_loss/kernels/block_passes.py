@@ -26,7 +26,8 @@ from rl_loss.kernels.records import (
 class Block(NamedTuple):
     """The products of some rows of a batch with a run of ids."""
 
-    raw: Tensor  # [R, B] in the accumulation dtype, and then their gradient in its memory
+    raw: Tensor  # [R, B] in the accumulation dtype, and then their gradient in its memory; or
+    # memory for the gradient alone, where the products were not `multiplied`
     rows: Tensor  # [R] int64 their numbers in the batch
     run: slice  # their places among all rows that blocks are made of
     ids: slice  # of the weight's rows here
@@ -35,6 +36,7 @@ class Block(NamedTuple):
     weight: Tensor  # [B, H]
     bias: Tensor | None  # [B]
     last: bool  # no more rows with these ids
+    multiplied: bool  # the products are there
 
 
 @triton.jit
