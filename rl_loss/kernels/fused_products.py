@@ -41,6 +41,15 @@ def _tile_at(number, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _with_bias(raw, bias, column, V, HAS_BIAS: tl.constexpr):
+    """The products [BM, BN] and the bias of their columns [BN]: loaded as one row it takes their
+    layout, loaded as a matrix they would take its, by way of shared memory that is full."""
+    if HAS_BIAS:
+        raw += tl.load(bias + column, mask=column < V, other=0.0).to(raw.dtype)[None, :]
+    return raw
+
+
+@triton.jit
 def _stats_kernel(
     hidden,  # descriptor of [R, H]
     weight,  # descriptor of [V, H]
@@ -81,10 +90,10 @@ def _stats_kernel(
             inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)[:, None]
         else:
             inverse = inverse_of(temperature, 0, one_temperature, PER_ROW, ACC)
-        column = (n * BN + tl.arange(0, BN))[None, :]
-        held = column < V
-        z = logit(raw, bias, column, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
-        z = tl.where(held, z, float("-inf"))
+        column = n * BN + tl.arange(0, BN)
+        raw = _with_bias(raw, bias, column, V, HAS_BIAS)
+        z = logit(raw, bias, column, column < V, inverse, False, SOFTCAP, SCALE, ROUND)
+        z = tl.where((column < V)[None, :], z, float("-inf"))
         top = tl.max(z, axis=1)
         shift = tl.where(top == float("-inf"), 0.0, top)
         e = tl.exp2(z * LOG2E - (shift * LOG2E)[:, None])
@@ -230,10 +239,11 @@ def _grads_kernel(
             power = tl.load(up + at_row, mask=inside, other=1.0)
             total *= power
             d_label *= power
-        column = (n * BN + tl.arange(0, BN))[None, :]
-        z = logit(raw, bias, column, column < B, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
+        column = n * BN + tl.arange(0, BN)
+        raw = _with_bias(raw, bias, column, B, HAS_BIAS)
+        z = logit(raw, bias, column, column < B, inverse, False, SOFTCAP, SCALE, ROUND)
         p = tl.exp2(z * LOG2E - (norm * LOG2E)[:, None])
-        g = tl.where(column == label[:, None], d_label[:, None], 0.0) - p * total[:, None]
+        g = tl.where(column[None, :] == label[:, None], d_label[:, None], 0.0) - p * total[:, None]
         if ENTROPY:
             d_h = tl.where(broken, 0.0, tl.load(d_entropy + row))
             if SCALED:
