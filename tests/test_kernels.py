@@ -1053,7 +1053,9 @@ def on_fused_products(monkeypatch):
     monkeypatch.setattr(fused_products, "_on_hopper", lambda device: True)
 
 
-HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies bfloat16's bits
+HALF = (
+    torch.float16 if INTERPRETED else torch.bfloat16
+)  # the interpreter multiplies bfloat16's bits
 
 
 @kernels

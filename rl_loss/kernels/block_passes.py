@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_loss.flat_rows import Upstreams
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.logits import derivative, inverse_of, logit
 from rl_loss.kernels.records import (
     BROKEN,
@@ -39,6 +40,7 @@ class Block(NamedTuple):
     multiplied: bool  # the products are there
 
 
+@launched
 @triton.jit
 def _stats_kernel(
     raw,  # [R, B]
@@ -94,6 +96,7 @@ def _stats_kernel(
         tl.store(moment + row, a)
 
 
+@launched
 @triton.jit
 def _pick_kernel(
     raw,  # [R, B]
@@ -156,6 +159,7 @@ def _pick_kernel(
             tl.store(cells + column, tl.full([BLOCK], float("-inf"), dtype=ACC), mask=out)
 
 
+@launched
 @triton.jit
 def _grads_kernel(
     raw,  # [R, B]
@@ -235,6 +239,7 @@ def _grads_kernel(
         tl.store(dz + at_row * sd + column, g.to(dz.dtype.element_ty), mask=held)
 
 
+@launched
 @triton.jit
 def _put_kernel(
     dz,  # [R, B] out

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.records import ACC_TYPES, OwnEntries
 
 # Output rows of more entries go to narrow blocks of columns, many programs a row.
@@ -58,6 +59,7 @@ def _sum_entries(
     tl.store(out + o * so + columns, total, mask=inside)
 
 
+@launched
 @triton.jit
 def _light_kernel(
     out,  # [M, H]
@@ -103,6 +105,7 @@ def _light_kernel(
             )  # fmt: skip
 
 
+@launched
 @triton.jit
 def _heavy_kernel(
     out,
@@ -156,6 +159,7 @@ def _heavy_kernel(
         )  # fmt: skip
 
 
+@launched
 @triton.jit
 def _in_order_kernel(
     order,  # [nnz] int64

@@ -18,12 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_loss.flat_rows import Upstreams
 from rl_loss.kernels.block_passes import Block
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.logits import derivative, inverse_of, logit
 from rl_loss.kernels.records import BROKEN, HeadCall, RowOutputs
 
 # A tile of logits and how it is made: of what was measured, the fastest on an H200.
 TILE_ROWS, TILE_IDS = 128, 256
-_TILE: dict[str, int] = {"BM": TILE_ROWS, "BN": TILE_IDS, "BK": 64, "GROUP": 32}
+_TILE: dict[str, int] = {"BM": TILE_ROWS, "BN": TILE_IDS, "BK": 64, "GROUP": 16}
 _LAUNCH = {"num_warps": 8, "num_stages": 3}
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -105,6 +106,7 @@ def _stats_kernel(
             tl.store(part + 2 * plane, tl.sum(e * below, axis=1), mask=inside)
 
 
+@launched
 @triton.jit
 def _together_kernel(
     parts,  # [3, T, R]
