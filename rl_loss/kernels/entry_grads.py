@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_loss.flat_rows import Upstreams
 from rl_loss.kernels.hot_ids import lay_out, new_matrix
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.logits import derivative, inverse_of
 from rl_loss.kernels.records import (
     BROKEN,
@@ -24,6 +25,7 @@ from rl_loss.kernels.records import (
 from rl_loss.plan import width_block
 
 
+@launched
 @triton.jit
 def _entry_grads_kernel(
     support_logprobs,  # [nnz]

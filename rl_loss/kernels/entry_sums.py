@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_loss.kernels.hot_ids import lay_out
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.records import ACC_TYPES, HotIds, OwnEntries
 
 # Output rows of more entries go to narrow blocks of columns, many programs a row.
@@ -59,6 +60,7 @@ def _sum_entries(
     tl.store(out + o * so + columns, total, mask=inside)
 
 
+@launched
 @triton.jit
 def _light_kernel(
     out,  # [M, H]
@@ -105,6 +107,7 @@ def _light_kernel(
             )  # fmt: skip
 
 
+@launched
 @triton.jit
 def _heavy_kernel(
     out,
@@ -159,6 +162,7 @@ def _heavy_kernel(
         )  # fmt: skip
 
 
+@launched
 @triton.jit
 def _in_order_kernel(
     order,  # [nnz] int64

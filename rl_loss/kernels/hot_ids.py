@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.records import HotIds
 from rl_loss.plan import least_count
 
@@ -21,6 +22,7 @@ BINS = 64  # of counts, four an octave; the first is of the ids that are not fre
 _IDS = 1024  # a program
 
 
+@launched
 @triton.jit
 def _count_kernel(ids, counts, nnz, V, BLOCK: tl.constexpr):
     """The entries of each id; sums of integers are the same in any order."""
@@ -41,6 +43,7 @@ def _bin(count, least, BINS: tl.constexpr):
     return tl.where(count >= least, tl.minimum(number, BINS - 1), 0)
 
 
+@launched
 @triton.jit
 def _bins_kernel(counts, bins, V, least, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """The ids of each bin, of a block of ids."""
@@ -63,6 +66,7 @@ def _first_entry(sorted_ids, nnz, steps, v, bounds):
     return low
 
 
+@launched
 @triton.jit(do_not_specialize=["steps"])
 def _bounds_kernel(
     sorted_ids,  # [nnz] int32
@@ -85,6 +89,7 @@ def _bounds_kernel(
         tl.store(bins + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
 
 
+@launched
 @triton.jit
 def _slots_kernel(
     counts,  # [V], or [V + 1] the bounds of each id's run

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.records import (
     KIND_NONE,
     KIND_REPLAY,
@@ -39,6 +40,7 @@ _PROGRAMS, _LEAST_RUN = 512, 1024
 _NARROW = 512
 
 
+@launched
 @triton.jit
 def _hot_logits_kernel(
     hidden,  # [N, H]
@@ -92,6 +94,7 @@ def _hot_logits_kernel(
         tl.store(z + row[:, None] * S + slot[None, :], total, mask=(row < N)[:, None])
 
 
+@launched
 @triton.jit
 def _hot_hidden_kernel(
     matrix,  # [N, 2, S]
@@ -134,6 +137,7 @@ def _hot_hidden_kernel(
     tl.store(out + row[:, None] * H + columns[None, :], total, mask=inside & (columns < H)[None, :])
 
 
+@launched
 @triton.jit
 def _hot_weight_kernel(
     hidden,  # [N, H]
@@ -179,6 +183,7 @@ def _hot_weight_kernel(
         tl.store(part, total, mask=(columns < H)[None, :])
 
 
+@launched
 @triton.jit
 def _write_hot_kernel(
     out, base, grads, hot_ids, first, M, H, so,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_loss.kernels.hot_ids import find_hot_ids
 from rl_loss.kernels.hot_products import hot_logits
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.logits import inverse_of, logit
 from rl_loss.kernels.records import (
     BROKEN,
@@ -55,6 +56,7 @@ def _pick_hot(
     return v, tl.where(cold != 0, tl.cumsum(cold, axis=0) - 1, -1), tl.sum(cold, axis=0)
 
 
+@launched
 @triton.jit
 def _logits_kernel(
     hidden,  # [N, H]
@@ -181,6 +183,7 @@ def _online(top, total, z):
     return up, total * tl.exp(top - shift) + tl.exp(z - shift)
 
 
+@launched
 @triton.jit
 def _rows_kernel(
     support_logprobs,  # [nnz] in: logits, out: log-probabilities
