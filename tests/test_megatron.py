@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from factory import random_support
 from ranks import run_ranks
 from torch import Tensor
