@@ -222,8 +222,8 @@ def fused_lm_head(
 class FusedLMHead(nn.Linear):
     """The module form of `fused_lm_head`: an `nn.Linear` that holds the LM-head weight.
 
-    It can stand where a model's own head stood (tied, frozen or wrapped by FSDP2). Called
-    without labels it gives `nn.Linear`'s logits.
+    It can stand where a model's own head stood (tied, frozen or wrapped by FSDP2). Called with
+    labels it takes the options of `fused_lm_head`, without them it gives `nn.Linear`'s logits.
 
     Args:
         in_features, out_features, bias, device, dtype: as `nn.Linear`.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from factory import (
     ALL_KINDS,
     LargestTensor,
+    MadeMemory,
     naive_head,
     naive_output,
     outputs,
@@ -36,13 +37,13 @@ on_the_kernels = pytest.mark.skipif(not KERNELS, reason="the kernels'")
 REPLAY = (RowKind.REPLAY,)
 KINDS = {"replay": REPLAY, "none": (RowKind.NONE,), "mixed": ALL_KINDS}
 DTYPES = [  # of the weight, of the buffer
-    (torch.float64, torch.float64),
     (torch.float64, torch.float32),
-    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
     (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float32),
     (torch.float16, torch.float16),
+    (torch.float16, torch.float32),
 ]
 LOSS = partial(icepop_loss, kl_tau=0.1)
 doors = pytest.mark.parametrize("door", ["two steps", "one pass"])
@@ -197,6 +198,21 @@ def test_no_buffer_of_the_vocabulary_is_made_for_replayed_rows(door, impl):
         sizes.append(seen.numel)
     assert sizes[0] < v * h / 4
     assert sizes[1] >= v * h
+
+
+@impls
+@doors
+def test_what_waits_for_the_backward_is_free_behind_it(door, impl):
+    """Also while the loss is kept."""
+    h, v = 8, 90
+    batch = on_device(random_batch(6, h, v, dtype=torch.float32)).leaves()
+    kept = torch.zeros(v, h, device=DEVICE)
+    with MadeMemory() as made:
+        total = scalar(batch, door, impl, grad_into=kept)
+        total.backward()
+    assert total.grad_fn is not None
+    assert kept.any()
+    assert [what for what in made.held(batch.weight, kept) if what.endswith(f"({v}, {h})")] == []
 
 
 @impls
@@ -444,7 +460,7 @@ def test_hot_ids(door, kinds, monkeypatch):
 @on_the_kernels
 @doors
 @pytest.mark.parametrize("kinds", [ALL_KINDS, (RowKind.NONE,)], ids=["mixed", "none"])
-@pytest.mark.parametrize(("dtype", "kept_in"), DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "kept_in"), DTYPES[::2], ids=str)
 def test_blocks_of_ids_and_of_rows(door, kinds, dtype, kept_in, monkeypatch):
     """Runs of rows for a block of ids, and one run; chunks of rows and of ids in one pass."""
     import rl_loss.kernels.blocks as blocks
@@ -465,6 +481,58 @@ def test_blocks_of_ids_and_of_rows(door, kinds, dtype, kept_in, monkeypatch):
         assert len(shapes) > 1
     if door == "two steps" and dtype == kept_in == torch.bfloat16 and kinds != ALL_KINDS:
         assert any(call.result for call in at_once) == (DEVICE == "cuda")
+
+
+# --- on the GPU alone ---
+
+
+def on_the_gpu(kinds=REPLAY):
+    batch = random_batch(64, 32, 500, kinds=kinds, dtype=torch.bfloat16, incomplete=False)
+    support = batch.support.pin_memory()
+    moved = replace(on_device(batch), support=support.to("cuda", non_blocking=True))
+    return moved.leaves(), torch.zeros(500, 32, device="cuda")
+
+
+def add_once(batch, kept) -> None:
+    rows = batch.hidden, batch.weight, batch.labels, batch.support
+    out = fused_lm_head(*rows, bias=batch.bias, grad_into=kept)
+    (out.logprobs.sum() + out.support_logprobs.square().sum()).backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [REPLAY, ALL_KINDS], ids=["replay", "mixed"])
+def test_no_sync(kinds):
+    batch, kept = on_the_gpu(kinds)
+    for mode in ("default", "error"):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            add_once(batch, kept)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert kept.any()
+
+
+@pytest.mark.gpu
+def test_every_replay_of_a_cuda_graph_adds():
+    batch, kept = on_the_gpu()
+    wanted = torch.zeros_like(kept)
+    for _ in range(3):
+        add_once(batch, wanted)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            add_once(batch, kept)
+    torch.cuda.current_stream().wait_stream(stream)
+    batch.hidden.grad = batch.bias.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_once(batch, kept)
+    kept.zero_()
+    for _ in range(3):
+        graph.replay()
+    assert same_bits(kept, wanted)
 
 
 # --- ranks ---
