@@ -129,6 +129,8 @@ class HeadArguments:
         """Where the gradient of the weight, as it was given, goes; None: to autograd."""
         if self.grad_into is None:
             return None
+        if is_dtensor(self.grad_into):
+            raise ValueError("grad_into must be a plain tensor, this rank's rows, got a DTensor")
         check_grad_into(self.grad_into, self.weight, weight.requires_grad)
         if is_dtensor(weight):  # which would be given zeros where it has no gradient
             local = self.weight.detach().requires_grad_(weight.requires_grad)

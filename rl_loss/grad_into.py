@@ -74,8 +74,6 @@ def check_grad_into(buffer: Tensor, weight: Tensor, trained: bool) -> None:
     """Refuses what cannot hold the gradient of `weight` `[rows, H]`, or that of one which is not
     `trained`."""
     require_tensor("grad_into", buffer)
-    if type(buffer).__name__ == "DTensor":
-        raise ValueError("grad_into must be a plain tensor, this rank's rows, got a DTensor")
     if torch.is_grad_enabled() and not trained:
         raise ValueError("grad_into needs a weight that requires a gradient, got a frozen one")
     if buffer.shape != weight.shape:
