@@ -82,8 +82,7 @@ def compare(batch, read=as_they_are, exact_impl="reference", **options):
         allowed_for(batch, read, **options),
         units=truncated(dtype),
     )
-    for grad in fast.grads():
-        assert grad.dtype == dtype
+    assert {grad.dtype for grad in fast.grads() if grad is not None} == {dtype}
 
 
 def wide_from(monkeypatch, share):
@@ -1045,3 +1044,79 @@ def test_more_than_2_to_the_31_entries():
     got = Results([out.logprobs[rows]], [hidden.grad[rows]]).cpu()
     wanted, allowed = (part._replace(grads=part.grads[:1]) for part in (wanted, allowed))
     assert_exact(got, wanted, allowed)
+
+
+def on_fused_products(monkeypatch):
+    """Whether or not this is a GPU that takes them."""
+    import rl_loss.kernels.fused_products as fused_products
+
+    monkeypatch.setattr(fused_products, "_on_hopper", lambda device: True)
+
+
+# The interpreter multiplies the bits of bfloat16 matrices as integers.
+HALVES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+
+
+@kernels
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 5.0, "logit_scale": 0.7}, {"temperature": 0.8, "bias": None}],
+    ids=["plain", "capped", "alone"],
+)
+@pytest.mark.parametrize(
+    ("kinds", "entropy"),
+    [
+        ((RowKind.NONE,), None),
+        ((RowKind.NONE,), "support"),
+        ((RowKind.NONE, RowKind.REPLAY), None),
+        ((RowKind.NONE, RowKind.REPLAY), "full"),
+    ],
+    ids=str,
+)
+def test_rows_over_the_vocabulary_on_fused_products(kinds, entropy, options, dtype, monkeypatch):
+    """Odd numbers of rows and ids; the gradient of all at once, of a run of ids after another."""
+    import rl_loss.kernels.blocks as blocks
+
+    on_fused_products(monkeypatch)
+    monkeypatch.setattr(blocks, "_LEAST_IDS", 256)
+    passes = [spied(monkeypatch, blocks, name) for name in ("add_stats", "to_grads")]
+    forward = spied(monkeypatch, blocks, "add_row_stats")
+    backward = spied(monkeypatch, blocks, "product_grads")
+    batch = random_batch(21, 24, 300, kinds=kinds, dtype=dtype)
+    for cells, ids in ((21 * 300, 300), (21 * 256, 256)):
+        forward.clear(), backward.clear()
+        compare(batch, entropy=entropy, workspace_mib=cells * 2 / 2**20, **options)
+        assert len(forward) == 1
+        if entropy == "full" or RowKind.REPLAY not in kinds:
+            starts = [call.args[1].ids.start for call in backward]
+            assert starts == list(range(0, 300, ids))
+    assert passes == [[], []]
+
+
+@kernels
+@pytest.mark.parametrize("why", ["width", "columns", "start", "head", "draws", "float32"])
+def test_what_fused_products_do_not_take_goes_through_blocks(why, monkeypatch):
+    """Rows of no whole 16 bytes, columns apart, a matrix that begins elsewhere, entries over V."""
+    import rl_loss.kernels.blocks as blocks
+
+    on_fused_products(monkeypatch)
+    fused = [spied(monkeypatch, blocks, name) for name in ("add_row_stats", "product_grads")]
+    passes = [spied(monkeypatch, blocks, name) for name in ("add_stats", "to_grads")]
+    kind = {"head": RowKind.HEAD, "draws": RowKind.DRAWS}.get(why, RowKind.NONE)
+    dtype = torch.float32 if why == "float32" else HALVES[0]
+    batch = random_batch(9, 20 if why == "width" else 24, 45, kinds=(kind,), dtype=dtype)
+    if why == "columns":
+        batch.weight = batch.weight.T.contiguous().T
+    fast = on_device(batch).leaves()
+    if why == "start":
+        fast.hidden = torch.cat([fast.hidden[:, :1], fast.hidden], dim=1)[:, 1:]
+    got = outputs(head(fast, "triton"))
+    exact = batch.leaves(torch.float64)
+    wanted = outputs(head(exact, "reference"))
+    for value, right in zip(got, wanted, strict=True):
+        finite = ~right.isneginf()
+        assert torch.allclose(value.cpu().double()[finite], right[finite], atol=1e-4)
+    weighted_sum([part.cpu() for part in got]).backward()
+    assert fused == [[], []]
+    assert [len(calls) for calls in passes] == [1, 1]

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_loss.flat_rows import Upstreams
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.logits import derivative, inverse_of
 from rl_loss.kernels.records import (
     BROKEN,
@@ -22,6 +23,7 @@ from rl_loss.kernels.records import (
 from rl_loss.plan import width_block
 
 
+@launched
 @triton.jit
 def _entry_grads_kernel(
     support_logprobs,  # [nnz]

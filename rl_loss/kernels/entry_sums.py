@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.records import ACC_TYPES, OwnEntries
 
 # Output rows of more entries go to narrow blocks of columns, many programs a row.
@@ -63,6 +64,7 @@ def _sum_entries(
     tl.store(out + o * so + columns, total, mask=inside)
 
 
+@launched
 @triton.jit
 def _light_kernel(
     out,  # [M, H]
@@ -111,6 +113,7 @@ def _light_kernel(
             )  # fmt: skip
 
 
+@launched
 @triton.jit
 def _heavy_kernel(
     out,
@@ -165,6 +168,7 @@ def _heavy_kernel(
         )  # fmt: skip
 
 
+@launched
 @triton.jit
 def _in_order_kernel(
     order,  # [nnz] int64

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_loss.kernels.entry_grads import EntryGrads
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.records import OVER_V, REPLAYED, UNREAD, HeadCall
 
 HOT = 384  # ids at most
@@ -26,6 +27,7 @@ _SPLITS = 4  # runs of rows whose products are added at the end
 _ROWS = 2**15  # laid out at a time: 48 MiB
 
 
+@launched
 @triton.jit
 def _count_kernel(ids, counts, nnz, V, BLOCK: tl.constexpr):
     """The entries of each id; sums of integers are the same in any order."""
@@ -39,6 +41,7 @@ def _bin(count):
     return tl.minimum(4.0 * tl.log2(tl.maximum(count, 1).to(tl.float32)), 63.0).to(tl.int32)
 
 
+@launched
 @triton.jit
 def _histogram_kernel(bounds, bins, V, BLOCK: tl.constexpr, BINS: tl.constexpr):
     v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -47,6 +50,7 @@ def _histogram_kernel(bounds, bins, V, BLOCK: tl.constexpr, BINS: tl.constexpr):
     tl.atomic_add(bins + tl.arange(0, BINS), found, sem="relaxed")
 
 
+@launched
 @triton.jit
 def _slots_kernel(
     bounds,  # [V + 1] int32
@@ -74,6 +78,7 @@ def _slots_kernel(
     tl.store(hot_ids + slot, v.to(tl.int64), mask=hot)
 
 
+@launched
 @triton.jit
 def _lay_out_kernel(
     grad,  # [nnz]
@@ -101,6 +106,7 @@ def _lay_out_kernel(
     tl.store(cell + HOT, low, mask=hot)
 
 
+@launched
 @triton.jit
 def _product_kernel(
     hidden,  # [N, H]
@@ -146,6 +152,7 @@ def _product_kernel(
         tl.store(part, total, mask=(columns < H)[None, :])
 
 
+@launched
 @triton.jit
 def _write_hot_kernel(
     out, base, grads, hot_ids, first, M, H, so,

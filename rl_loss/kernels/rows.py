@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.logits import inverse_of, logit
 from rl_loss.kernels.records import (
     BROKEN,
@@ -29,6 +30,7 @@ from rl_loss.plan import TILE, width_block
 _MOST_COLUMNS = 4096  # of a hidden row in one block of registers
 
 
+@launched
 @triton.jit
 def _logits_kernel(
     hidden,  # [N, H]
@@ -132,6 +134,7 @@ def _online(top, total, z):
     return up, total * tl.exp(top - shift) + tl.exp(z - shift)
 
 
+@launched
 @triton.jit
 def _rows_kernel(
     support_logprobs,  # [nnz] in: logits, out: log-probabilities
