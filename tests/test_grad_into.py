@@ -172,7 +172,7 @@ def test_padding_keeps_its_bits_beside_rows_over_the_vocabulary(door, impl):
     batch = random_batch(7, 5, 19, kinds=ALL_KINDS, dtype=torch.float32)
     for kept_in in (torch.float32, torch.float64):
         given = batch if kept_in == torch.float32 else random_batch(7, 5, 19, kinds=ALL_KINDS)
-        kept = pattern((24, 5), kept_in)
+        kept = pattern((24, 9), kept_in)[:, 2:7]  # of longer rows
         kept[:19] = 0
         before = kept.clone()
         leaves, plain = (on_device(padded(given)).leaves() for _ in range(2))
@@ -247,7 +247,7 @@ def test_micro_batches_add_up_to_one_batch(impl, kinds):
 @pytest.mark.parametrize("kept_in", [torch.float32, torch.bfloat16], ids=str)
 def test_every_backward_adds_the_same(door, impl, kinds, kept_in):
     """A graph twice, two graphs into one buffer, twenty times: bit by bit."""
-    batch = on_device(random_batch(9, 7, 31, kinds=kinds, dtype=torch.bfloat16)).leaves()
+    batch = on_device(random_batch(5, 7, 31, kinds=kinds, dtype=torch.bfloat16)).leaves()
 
     def after(*times: int):
         kept = torch.ones(31, 7, device=DEVICE, dtype=kept_in)
@@ -258,7 +258,7 @@ def test_every_backward_adds_the_same(door, impl, kinds, kept_in):
         return kept
 
     once = after(1)
-    assert all(same_bits(after(1), once) for _ in range(3 if INTERPRETED else 20))
+    assert all(same_bits(after(1), once) for _ in range(1 if INTERPRETED else 20))
     twice = after(2)
     assert same_bits(after(1, 1), twice)
     assert not torch.equal(twice, once)
