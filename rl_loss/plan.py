@@ -34,10 +34,10 @@ ENTRIES_A_READ = 0.1
 # gradient from so many entries and so many a row on; in those of the forward and of the hidden
 # gradient too from so many gathered entries a row on, and so many numbers that they gather.
 LEAST_ENTRIES, LEAST_A_ROW = 2**16, 4
-FORWARD_A_ROW, FORWARD_NUMBERS = 64, 2**29
-# An id is frequent if one row in so many has it: its columns of the products take as long as
+FORWARD_A_ROW, FORWARD_NUMBERS = 256, 2**29
+# An id is frequent if one row in so many has it: its columns of the products take about as long as
 # gathering that many entries, whatever H. But tiles of rows are never smaller than 16 of these.
-ROWS_AN_ENTRY, LEAST_COUNT = 48, 16
+ROWS_AN_ENTRY, LEAST_COUNT = 96, 16
 # There is room for so many frequent ids for every entry of a mean row: a float32 number each in all
 # rows takes 32 bytes an entry, about what sorting the entries takes. Of the weight's gradient alone
 # fewer.

@@ -159,10 +159,13 @@ class BlockSums:
     """What the blocks send to hidden, weight and bias, in the accumulation dtype."""
 
     def __init__(self, call: HeadCall, needs: Needs, d_weight: Tensor | None = None) -> None:
-        """`d_weight` `[V, H]`: written where a block's product is all of its ids' gradient."""
+        """`d_weight` `[V, H]`: written where a block's product is all of its ids' gradient; where
+        the call adds to it, and it is in the accumulation dtype, every product goes into it."""
         d, h, v = len(call.rows.over_v), call.hidden.shape[1], len(call.weight)
         new = call.hidden.new_zeros
         self.needs, self._d_weight = needs, d_weight
+        self._into = d_weight is not None and call.into is not None
+        self.all_into = self._into and d_weight.dtype == call.dtype  # type: ignore[union-attr]
         self._dtype = grad_dtype(call.hidden, call.weight)
         self.bias = new(v, dtype=call.dtype) if needs.bias and d else None  # [V]
         self._hidden = new(d, h, dtype=call.dtype) if needs.hidden and d else None  # [D, H]
@@ -208,8 +211,14 @@ class BlockSums:
         where nothing is left to add."""
         if not self.needs.weight:
             return None
-        if self._writes_at_once(block, dz):
-            torch.mm(dz.T, block.hidden, out=self._d_weight[block.ids])  # type: ignore[index]
+        if self.all_into:
+            self._part = self._d_weight[block.ids]  # type: ignore[index]
+        elif self._writes_at_once(block, dz):
+            out = self._d_weight[block.ids]  # type: ignore[index]
+            if self._into:
+                torch.addmm(out, dz.T, block.hidden, out=out)
+            else:
+                torch.mm(dz.T, block.hidden, out=out)
             return None
         if self._scales is not None:
             part = _product(dz.T, block.hidden * self._scales.apart[:, None])
@@ -222,7 +231,7 @@ class BlockSums:
         if not block.last:
             return None
         part, self._part = self._part, None
-        return part
+        return None if self.all_into else part
 
     def _writes_at_once(self, block: Block, dz: Tensor) -> bool:
         out = self._d_weight

@@ -3,7 +3,8 @@
 `out[o] = sum over the entries e of o of grad[e] * dense[index[e]]`: with the entries of a token
 and the weight's rows it is the hidden gradient; with the entries of an id and the hidden rows,
 the weight gradient. Each output row is one sum in a fixed order, stored once: deterministic,
-without atomics, every row written. Entries whose gradient is 0 are not read.
+without atomics, every row written (but for 0, where sums are added to what is there). Entries
+whose gradient is 0 are not read.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ def _sum_entries(
     HAS_BASE: tl.constexpr,
     HAS_BASE_ROWS: tl.constexpr,
     HAS_FLAGS: tl.constexpr,
+    INTO: tl.constexpr,
     R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     ACC: tl.constexpr,
@@ -57,6 +59,9 @@ def _sum_entries(
         total += tl.load(base + at * H + columns, mask=more, other=0.0)
     if HAS_FLAGS:
         total = tl.where(tl.load(flags + o) == 1, float("nan"), total)
+    if INTO:  # what has no gradient is neither read nor written
+        inside = inside & (total != 0)
+        total += tl.load(out + o * so + columns, mask=inside, other=0.0).to(ACC)
     tl.store(out + o * so + columns, total, mask=inside)
 
 
@@ -85,6 +90,7 @@ def _light_kernel(
     HAS_BASE_ROWS: tl.constexpr,
     HAS_FLAGS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    INTO: tl.constexpr,
     HEAVY: tl.constexpr,
     R: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -100,10 +106,13 @@ def _light_kernel(
             end = start + tl.load(counts + o)
         if HAS_SLOTS:
             mine = mine & (tl.load(slots + o) < 0)
+        if INTO and not HAS_BASE:
+            mine = mine & (end > start)
         if mine:
             _sum_entries(
                 out, base, base_rows, dense, grad, index, within, flags, o, start, end, columns,
-                H, so, sd0, sd1, HAS_WITHIN, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, R, BLOCK_H, ACC,
+                H, so, sd0, sd1, HAS_WITHIN, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, INTO, R, BLOCK_H,
+                ACC,
             )  # fmt: skip
 
 
@@ -134,6 +143,7 @@ def _heavy_kernel(
     HAS_BASE_ROWS: tl.constexpr,
     HAS_FLAGS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    INTO: tl.constexpr,
     HEAVY: tl.constexpr,
     R: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -158,7 +168,7 @@ def _heavy_kernel(
         columns = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
         _sum_entries(
             out, base, base_rows, dense, grad, index, within, flags, o, start, end, columns,
-            H, so, sd0, sd1, HAS_WITHIN, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, R, BLOCK_H, ACC,
+            H, so, sd0, sd1, HAS_WITHIN, HAS_BASE, HAS_BASE_ROWS, HAS_FLAGS, INTO, R, BLOCK_H, ACC,
         )  # fmt: skip
 
 
@@ -215,6 +225,7 @@ class Extras(NamedTuple):
     flags: Tensor | None = None  # [M] uint8: 1 makes a row NaN
     own: OwnEntries | None = None  # the entries that count, of an output row each; None: all
     slots: Tensor | None = None  # [M] int32: rows with a slot (not -1) are left out
+    into: bool = False  # the sums are added to what the output holds, unless 0
 
 
 def entry_sums(
@@ -229,12 +240,13 @@ def entry_sums(
     """Writes the sums, rounded once to `out`'s dtype: a launch, two where a row may be heavy."""
     m, h = out.shape
     grad, index, offsets, owners, most, first_owner, counts = entries
-    base, base_rows, flags, some, slots = extras
+    base, base_rows, flags, some, slots, into = extras
     own = (None, counts) if some is None else some[:2]
     heavy = HEAVY if heavy is None else heavy
     flag: dict[str, Any] = {"HAS_BASE": base is not None, "HAS_FLAGS": flags is not None}
     flag |= {"HAS_WITHIN": some is not None, "HAS_BASE_ROWS": base_rows is not None}
     flag |= {"HAS_COUNTS": own[1] is not None, "HAS_SLOTS": slots is not None}
+    flag |= {"INTO": into}
     flag |= {"HEAVY": heavy, "ACC": ACC_TYPES[grad.dtype]}
     if m:
         block = min(max(triton.next_power_of_2(h), 16), 1024)

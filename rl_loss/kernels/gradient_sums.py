@@ -39,6 +39,11 @@ class SortedEntries(NamedTuple):
     hot: HotRows | None
     most: int  # entries of an id that is not hot, or more
 
+    def times(self, factor: Tensor) -> "SortedEntries":
+        """With every gradient multiplied; `factor` 0-dim."""
+        hot = None if self.hot is None else self.hot._replace(grads=self.hot.grads * factor)
+        return self._replace(grad=self.grad * factor, hot=hot)
+
 
 def _hidden_sums(call: HeadCall, grads: EntryGrads, base: Tensor | None, state: Tensor) -> Tensor:
     """The hidden gradient `[N, H]`, of several ranks this one's part, not rounded; `base` `[D, H]`:
@@ -141,7 +146,10 @@ def most_of_the_others(n: int, nnz: int, slots: int) -> int:
 
 
 def new_weight_grad(call: HeadCall) -> Tensor:
-    """`[rows of the weight, H]`: 0 in the padding behind the ids, the rest not written yet."""
+    """`[rows of the weight, H]`: 0 in the padding behind the ids, the rest not written yet; or the
+    buffer of the call, to be added to."""
+    if call.into is not None:
+        return call.into
     out = torch.empty_like(call.inputs.weight, memory_format=torch.contiguous_format)
     if call.shard.rows < len(out):
         out[call.shard.rows :] = 0
@@ -149,17 +157,23 @@ def new_weight_grad(call: HeadCall) -> Tensor:
 
 
 def weight_sums(
-    call: HeadCall, entries: SortedEntries, ids: slice, base: Tensor | None, out: Tensor
+    hidden: Tensor,  # [N, H]
+    entries: SortedEntries,
+    ids: slice,
+    base: Tensor | None,
+    out: Tensor,
+    into: bool,
 ) -> None:
     """Writes the weight gradient `out` `[B, H]` of a run of ids, `base` `[B, H]` what the blocks
-    made of it."""
+    made of it; with `into` it is added to what `out` holds, and where it is 0 nothing is written.
+    """
     hot, bounds = entries.hot, entries.bounds[ids.start : ids.stop + 1]
     listed = EntryList(entries.grad, entries.rows, bounds, entries.ids, entries.most, ids.start)
     heavy = _MOST_ALONE if entries.ids is None else None
-    extras = Extras(base, slots=None if hot is None else hot.slots[ids])
-    entry_sums(call.hidden, listed, out, extras, heavy=heavy, programs=_WEIGHT_PROGRAMS)
+    extras = Extras(base, slots=None if hot is None else hot.slots[ids], into=into)
+    entry_sums(hidden, listed, out, extras, heavy=heavy, programs=_WEIGHT_PROGRAMS)
     if hot is not None:
-        write_hot_rows(hot, out, base, ids.start)
+        write_hot_rows(hot, out, base, ids.start, into)
 
 
 def bias_sums(entries: SortedEntries, base: Tensor | None, bias: Tensor) -> Tensor:

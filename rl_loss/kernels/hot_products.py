@@ -188,6 +188,7 @@ def _hot_weight_kernel(
 def _write_hot_kernel(
     out, base, grads, hot_ids, first, M, H, so,
     HAS_BASE: tl.constexpr,
+    INTO: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
@@ -198,6 +199,9 @@ def _write_hot_kernel(
     total = tl.load(grads + slot * H + columns, mask=inside, other=0.0)
     if HAS_BASE:
         total += tl.load(base + o * H + columns, mask=inside, other=0.0)
+    if INTO:
+        inside = inside & (total != 0)
+        total += tl.load(out + o * so + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + o * so + columns, total, mask=inside)
 
 
@@ -258,11 +262,13 @@ def hot_weight(call: HeadCall, hot: HotIds, matrix: Tensor, state: Tensor) -> Ho
     return HotRows(hot.slots, hot.ids, parts.sum(0) if splits > 1 else parts[0])
 
 
-def write_hot_rows(hot: HotRows, out: Tensor, base: Tensor | None, first: int = 0) -> None:
+def write_hot_rows(
+    hot: HotRows, out: Tensor, base: Tensor | None, first: int = 0, into: bool = False
+) -> None:
     """Writes the hot rows among those of `out` `[B, H]`, the ids from `first` on; `base`
-    `[B, H]` is added before the rounding."""
+    `[B, H]` is added before the rounding, and with `into` what `out` holds."""
     m, h = out.shape
     _write_hot_kernel[(len(hot.ids), triton.cdiv(h, 1024))](
         out, base, hot.grads, hot.ids, first, m, h, out.stride(0),
-        HAS_BASE=base is not None, BLOCK_H=1024,
+        HAS_BASE=base is not None, INTO=into, BLOCK_H=1024,
     )  # fmt: skip

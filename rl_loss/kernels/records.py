@@ -152,6 +152,7 @@ class HeadCall:
     scalars: HeadScalars
     shard: Shard
     own: OwnEntries | None  # None: all entries are here
+    into: Tensor | None = None  # [rows of the weight, H]: what its gradient is added to
 
     @cached_property
     def n(self) -> int:
