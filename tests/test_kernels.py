@@ -102,9 +102,9 @@ def wide_from(monkeypatch, share):
     ids=str,
 )
 def test_replay_rows(dtype, entropy, options, monkeypatch):
-    import rl_loss.kernels.rows as rows
+    import rl_loss.kernels.gathered as gathered_kernels
 
-    gathered = spied(monkeypatch, rows, "_logits_kernel")
+    gathered = spied(monkeypatch, gathered_kernels, "_logits_kernel")
     batch = random_batch(11, 19, 37, kinds=REPLAY, dtype=dtype, widths=(1, 2, 5, 36))
     compare(batch, entropy=entropy, **options)
     assert len(gathered) == 1
@@ -445,15 +445,17 @@ def test_compiled_what_is_full_breaks_the_graph_and_the_numbers_stay(given):
 @kernels
 def test_hidden_sizes_beyond_one_block(monkeypatch):
     import rl_loss.kernels.entry_sums as entry_sums
-    import rl_loss.kernels.rows as rows
+    import rl_loss.kernels.gathered as gathered_kernels
 
     shape = {"WHOLE_H": False, "R": 2, "BLOCK_H": 16, "REST_H": 0, "num_warps": 2}
-    monkeypatch.setattr(rows, "_logits_shape", lambda h, width: shape)
-    logits = spied(monkeypatch, rows, "_logits_kernel")
+    monkeypatch.setattr(gathered_kernels, "_logits_shape", lambda h, width: shape)
+    logits = spied(monkeypatch, gathered_kernels, "_logits_kernel")
     compare(random_batch(5, 37, 29, kinds=REPLAY))
     assert [call.kwargs["WHOLE_H"] for call in logits] == [False]
     sums = spied(monkeypatch, entry_sums, "_light_kernel")
-    monkeypatch.setattr(rows, "_logits_shape", lambda h, width: {**shape, "BLOCK_H": 512})
+    monkeypatch.setattr(
+        gathered_kernels, "_logits_shape", lambda h, width: {**shape, "BLOCK_H": 512}
+    )
     compare(random_batch(2, 1030, 5, kinds=REPLAY, widths=(3, 2)))
     assert [call.kwargs["BLOCK_H"] for call in sums] == [1024, 1024]
 
@@ -462,10 +464,10 @@ def test_hidden_sizes_beyond_one_block(monkeypatch):
 @pytest.mark.parametrize(("h", "rest"), [(256, 0), (261, 8), (400, 256), (512, 256), (513, 0)])
 @pytest.mark.parametrize("widths", [(3, 2), (40, 3)])
 def test_a_hidden_row_in_two_blocks(h, rest, widths, monkeypatch):
-    import rl_loss.kernels.rows as rows
+    import rl_loss.kernels.gathered as gathered_kernels
 
-    monkeypatch.setattr(rows, "_MOST_COLUMNS", 256)
-    logits = spied(monkeypatch, rows, "_logits_kernel")
+    monkeypatch.setattr(gathered_kernels, "_MOST_COLUMNS", 256)
+    logits = spied(monkeypatch, gathered_kernels, "_logits_kernel")
     compare(random_batch(3, h, 53, kinds=REPLAY, widths=widths))
     (call,) = logits
     assert call.kwargs["REST_H"] == rest

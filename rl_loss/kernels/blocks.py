@@ -18,9 +18,9 @@ from rl_loss.flat_rows import Needs, Upstreams
 from rl_loss.kernels.block_passes import Block, add_stats, pick, put_entries, to_grads
 from rl_loss.kernels.entry_grads import EntryGrads
 from rl_loss.kernels.fused_products import add_row_stats, fuses, product_grads
+from rl_loss.kernels.gathered import gathered_logits
 from rl_loss.kernels.half_grads import HalfScales, entry_scales, half_scales
 from rl_loss.kernels.records import HeadCall, RowOutputs
-from rl_loss.kernels.rows import gathered_logits
 from rl_loss.logits import accumulation_dtype
 from rl_loss.vocab_parallel import RankLogits
 
