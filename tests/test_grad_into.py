@@ -11,6 +11,7 @@ from factory import (
     ALL_KINDS,
     LargestTensor,
     MadeMemory,
+    hot_ids_everywhere,
     naive_head,
     naive_output,
     outputs,
@@ -441,12 +442,11 @@ def test_frequent_ids_in_narrow_blocks(door, monkeypatch):
 @on_the_kernels
 @doors
 @pytest.mark.parametrize("kinds", [REPLAY, (RowKind.REPLAY, RowKind.HEAD)], ids=["replay", "head"])
-def test_hot_ids(door, kinds, monkeypatch):
+@pytest.mark.parametrize("forward", [True, False])
+def test_hot_ids(door, kinds, forward, monkeypatch):
     import rl_loss.kernels.gradient_sums as gradient_sums
-    import rl_loss.kernels.hot_ids as hot_ids
 
-    monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(gradient_sums, "use_hot_ids", lambda call: True)
+    hot_ids_everywhere(monkeypatch, forward=forward)
     written = spied(monkeypatch, gradient_sums, "write_hot_rows")
     # The interpreter multiplies the bits of bfloat16 matrices as integers.
     dtype = torch.float16 if INTERPRETED else torch.bfloat16

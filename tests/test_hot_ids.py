@@ -415,7 +415,7 @@ def test_a_split_vocabulary():
 def test_bitwise_the_same_twenty_times_without_a_sync():
     from benchmarks.workloads import fixed
 
-    work = fixed(128, 2560, 2048, 20_000, device="cuda").to("cuda", torch.bfloat16)
+    work = fixed(512, 2560, 2048, 60_000, device="cuda").to("cuda", torch.bfloat16)
     first = None
     with pytest.MonkeyPatch.context() as patch:
         launched = products(patch)

@@ -348,7 +348,7 @@ REFUSED = {
     "type": ({"aligned_labels": [1, 2]}, r"aligned_labels must be \(2, 7\).*list"),
     "option": (
         {"head_options": {"bias": None}},
-        r"head_options may hold \['full', 'impl'.*\['bias'\]",
+        r"head_options may hold \['full', 'grad_into', 'impl'.*\['bias'\]",
     ),
     "rows": ({"support": Support.empty(3)}, "support must have 14 rows, got 3"),
 }
