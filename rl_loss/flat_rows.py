@@ -131,7 +131,7 @@ class HeadArguments:
             return None
         if is_dtensor(self.grad_into):
             raise ValueError("grad_into must be a plain tensor, this rank's rows, got a DTensor")
-        check_grad_into(self.grad_into, self.weight, weight.requires_grad)
+        check_grad_into(self.grad_into, self.weight, weight.requires_grad, weight.is_leaf)
         if is_dtensor(weight):  # which would be given zeros where it has no gradient
             local = self.weight.detach().requires_grad_(weight.requires_grad)
             object.__setattr__(self, "weight", local)

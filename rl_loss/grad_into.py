@@ -70,12 +70,17 @@ class _Into(torch.autograd.Function):
         return ctx.into.instead(), None, None
 
 
-def check_grad_into(buffer: Tensor, weight: Tensor, trained: bool) -> None:
+def check_grad_into(buffer: Tensor, weight: Tensor, trained: bool, leaf: bool) -> None:
     """Refuses what cannot hold the gradient of `weight` `[rows, H]`, or that of one which is not
-    `trained`."""
+    `trained`, or no `leaf`."""
     require_tensor("grad_into", buffer)
     if torch.is_grad_enabled() and not trained:
         raise ValueError("grad_into needs a weight that requires a gradient, got a frozen one")
+    if torch.is_grad_enabled() and not leaf:
+        raise ValueError(
+            "grad_into takes the gradient of a weight that is a leaf, got the result of an "
+            "operation, above which nothing would get any: give the parameter itself"
+        )
     if buffer.shape != weight.shape:
         raise ValueError(
             f"grad_into must be {tuple(weight.shape)} as weight, got {tuple(buffer.shape)}"

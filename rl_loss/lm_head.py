@@ -160,11 +160,11 @@ def fused_lm_head(
 
     Raises:
         ValueError: a shape, dtype or device that does not fit; a `weight` sharded in another way;
-            a `grad_into` for a frozen weight, or that shares its memory; labels or supports that
-            differ between ranks (NaN on a GPU); on CPU tensors also a label outside the vocabulary
-            or its REPLAY row, an id outside the vocabulary, a temperature that is not above 0; and
-            wherever the host can see it an active row that the sampler failed to record or left
-            empty. On a GPU such a row is NaN throughout.
+            a `grad_into` for a weight that is frozen or no leaf, or that shares its memory; labels
+            or supports that differ between ranks (NaN on a GPU); on CPU tensors also a label
+            outside the vocabulary or its REPLAY row, an id outside the vocabulary, a temperature
+            that is not above 0; and wherever the host can see it an active row that the sampler
+            failed to record or left empty. On a GPU such a row is NaN throughout.
 
     Source: replay over the sampler's kept set is "keep sampling mask" of DeepSeek-V3.2, arXiv
     2512.02556, section 3.1.

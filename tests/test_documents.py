@@ -152,11 +152,13 @@ def test_the_loop_over_micro_batches(dtype):
     ]
     values = {"inference_logprobs": -torch.rand(4, generator=g), "advantages": torch.ones(4)}
     tokens, labels = torch.tensor([1, 2, 3, 4]), torch.tensor([2, 7, 9, 8])
+    active = torch.tensor([True, True, True, False])  # the last label is nobody's
     halves = slice(0, 2), slice(2, 4)
     weights = [table.weight, lm_head.weight]
     optimizer = torch.optim.SGD(weights, lr=0.1)
-    out = fused_lm_head(table(tokens), lm_head.weight, labels, Support.cat(supports))
-    (icepop_loss(LossInputs.from_head(out, **values)).loss / 4).backward()
+    whole = table(tokens), lm_head.weight, labels, Support.cat(supports)
+    out = fused_lm_head(*whole, active=active)
+    (icepop_loss(LossInputs.from_head(out, **values)).loss / 3).backward()
     wanted = [(weight - 0.1 * weight.grad).detach() for weight in weights]
     moved = [weight.detach().clone() for weight in weights]
     optimizer.zero_grad()
@@ -168,13 +170,16 @@ def test_the_loop_over_micro_batches(dtype):
         "model": table,
         "lm_head": lm_head,
         "optimizer": optimizer,
-        "global_token_count": 4,
+        "tokens_of_the_step": 3,
         "micro_batches": [
-            SimpleNamespace(
-                tokens=tokens[half],
-                labels=labels[half],
-                support=support,
-                per_token={name: value[half] for name, value in values.items()},
+            (
+                tokens[half],
+                SimpleNamespace(
+                    labels=labels[half],
+                    active=active[half],
+                    support=support,
+                    per_token={name: value[half] for name, value in values.items()},
+                ),
             )
             for half, support in zip(halves, supports, strict=True)
         ],

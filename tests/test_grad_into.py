@@ -369,6 +369,7 @@ def test_what_cannot_hold_it_is_refused(door, impl):
     both = torch.zeros(62, 7, device=DEVICE, dtype=torch.bfloat16)
     shared = replace(batch, weight=both[:31].requires_grad_())
     frozen = replace(batch, weight=batch.weight.detach())
+    scaled = replace(batch, weight=batch.weight * 0.5)
     refused = [
         (batch, [1.0], "must be a tensor, got list"),
         (batch, right[:30], r"must be \(31, 7\) as weight, got \(30, 7\)"),
@@ -380,6 +381,7 @@ def test_what_cannot_hold_it_is_refused(door, impl):
         (batch, right[0].expand(31, 7), r".*got strides \(0, 1\)"),
         (batch, batch.weight.detach(), "must not share memory with weight"),
         (shared, both[30:61].detach(), "must not share memory with weight"),
+        (scaled, right, "takes the gradient of a weight that is a leaf"),
         (frozen, right, "needs a weight that requires a gradient, got a frozen one"),
     ]
     for given, kept, message in refused:

@@ -1,5 +1,9 @@
 """Launches of what was compiled already: never for other facts than it was compiled for."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -129,3 +133,14 @@ def test_on_a_gpu_every_launch_is_that_of_its_arguments(start, dtype):
             wanted = torch.zeros_like(out)
             wanted[:number] = values[:number].float() * 0.5 + shift
             assert torch.equal(out, wanted)
+
+
+def test_kernels_are_lowered_for_a_gpu_whatever_the_sizes():
+    script = Path(__file__).with_name("lowered.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lowered = set(done.stdout.split("\n"))
+    for name in ("fused_products _together_kernel", "gathered _logits_kernel", "rows _rows_kernel"):
+        assert name in lowered

@@ -122,7 +122,6 @@ def _together_kernel(
     label_z,  # [N] out
     one_temperature,
     R,
-    T,
     H,
     first,
     V,
@@ -135,6 +134,7 @@ def _together_kernel(
     SCALE: tl.constexpr,
     ROUND: tl.constexpr,
     ROWS: tl.constexpr,
+    BN: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     ACC: tl.constexpr,
@@ -143,6 +143,7 @@ def _together_kernel(
     at_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = at_row < R
     row = tl.load(chosen + at_row, mask=inside, other=0)
+    T = tl.cdiv(V, BN)
     plane = T.to(tl.int64) * R
     minus_inf = float("-inf")
     m = tl.full([ROWS], minus_inf, dtype=ACC)
@@ -228,7 +229,7 @@ def _grads_kernel(
         at_row = m * BM + tl.arange(0, BM)
         inside = at_row < R
         row = tl.load(chosen + at_row, mask=inside, other=0)
-        # A broken row is made of neutral values: what it holds is NaN, or is nobody's.
+        # A broken row is made of neutral values; of a state that is finite it has no gradient.
         broken = tl.load(state + row) == BROKEN
         norm = tl.where(broken, float("inf"), tl.load(lse + row))
         total = tl.where(broken, 0.0, tl.load(totals + row))
@@ -258,10 +259,12 @@ def _grads_kernel(
 
 def fuses(call: HeadCall) -> bool:
     """Whether the rows over the vocabulary take these kernels: half precision on a Hopper GPU, in
-    rows of whole 16 bytes, and no row whose entries are read of its logits (HEAD, DRAWS)."""
+    rows of whole 16 bytes, no row whose entries are read of its logits (HEAD, DRAWS), and logits
+    that are not rounded: a label's, summed by itself, could be rounded to the other side."""
     hidden, weight = call.hidden, call.weight
     half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
-    if not half or call.scalars.any_head or call.scalars.any_draws or not len(weight):
+    scalars = call.scalars
+    if not half or scalars.any_head or scalars.any_draws or scalars.rounded or not len(weight):
         return False
     return _on_hopper(hidden.device) and hidden.shape[1] > 0 and _loads(weight) and _loads(hidden)
 
@@ -296,8 +299,8 @@ def add_row_stats(call: HeadCall, hidden: Tensor, chosen: Tensor, stats: Tensor)
         )  # fmt: skip
         _together_kernel[(triton.cdiv(r, 16),)](
             parts, some, weight, rows, call.rows.labels, logits.bias, logits.temperature, *stats,
-            logits.one_temperature, r, tiles, h, call.shard.first, v, some.stride(0),
-            weight.stride(0), MOMENT=moment, ROWS=16, TILES=32, BLOCK_H=128, **logits.flags,
+            logits.one_temperature, r, h, call.shard.first, v, some.stride(0), weight.stride(0),
+            MOMENT=moment, ROWS=16, BN=TILE_IDS, TILES=32, BLOCK_H=128, **logits.flags,
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class launched:
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         # Of a tensor its type and whether it begins at 16 bytes, of an integer whether it is 1,
         # whether 16 divides it, and its width; of anything else its type: all that Triton compiles
-        # a kernel for.
+        # a kernel for on CUDA.
         facts = (
             _device(),
             *[

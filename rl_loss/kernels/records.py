@@ -1,7 +1,7 @@
 """What the kernels of a head are given and give; the names of their codes."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -89,6 +89,7 @@ class RowOutputs(NamedTuple):
         slots = 0
         if may_be_hot(inputs, scalars):
             slots = forward_slots(n, nnz, rows.tiles.shape[0], inputs.hidden.shape[1])
+            slots = slots if _holds_tiles(inputs.hidden.device) else 0
         v, one = (inputs.weight.shape[0], 1) if slots else (0, 0)
         return cls(
             logprobs=new(shape, dtype=dtype),
@@ -124,6 +125,15 @@ def may_be_hot(inputs: HeadInputs, scalars: HeadScalars) -> bool:
     that was drawn twice in a row has two entries for one."""
     low = inputs.hidden.dtype == inputs.weight.dtype == torch.bfloat16
     return low and not scalars.any_draws
+
+
+@cache
+def _holds_tiles(device: torch.device) -> bool:
+    """Whether a program may have the shared memory that the forward's product takes: 128 KiB."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 2**17
 
 
 class OwnEntries(NamedTuple):
