@@ -2,9 +2,11 @@
 
 import argparse
 import copy
+import re
 import time
 from collections import defaultdict, deque
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 import torch
 from reverse_text import (
@@ -12,13 +14,14 @@ from reverse_text import (
     ReverseText,
     coarse_weights,
     completion_hidden,
+    folder_of,
     group_advantages,
     model_and_symbols_of,
     rollout,
     tiny_model_and_symbols,
 )
 from torch import Tensor, nn
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import AutoTokenizer, TopKLogitsWarper, TopPLogitsWarper
 
 from rl_loss import LossInputs, fused_lm_head
 from rl_loss.integrations.huggingface import logit_options
@@ -61,6 +64,15 @@ METRICS = {  # of the loss, by the names of the curves
 }
 
 
+def words_of(model: str, count: int) -> list[int]:
+    """The first (about the most frequent) tokens that are a word of three letters or more."""
+    path, given = folder_of(model)
+    tokenizer = AutoTokenizer.from_pretrained(path, **given)
+    texts = ((id, tokenizer.decode([id])) for id in range(len(tokenizer)))
+    words = (id for id, text in texts if re.fullmatch(" [a-z]{3,}", text))
+    return list(islice(words, count))
+
+
 class Parts:
     """Seconds of a step by part, the device's work included, and the most memory each held."""
 
@@ -96,6 +108,8 @@ class Trainer:
         self.begun = copy.deepcopy(self.model.state_dict())
         self.sampler = copy.deepcopy(self.model)
         self.head_options = logit_options(self.model)
+        if options.words and not made:
+            ids = [*words_of(options.model, options.words), ids[-1]]
         self.task = ReverseText(torch.tensor(ids[:-1], device=self.device), ids[-1], options.length)
 
     def hidden(self, prompts: Tensor, completions: Tensor) -> Tensor:

