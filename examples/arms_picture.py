@@ -13,7 +13,7 @@ from matplotlib import pyplot
 
 RESULTS = Path(__file__).parent / "results"
 PANELS = {  # a curve: its title, and whether its scale is logarithmic
-    "reward": ("reward: share of words that are right", False),
+    "reward": ("reward: share that is right", False),
     "mismatch_kl": ("mismatch_kl, trainer and sampler", True),
     "ratio": ("importance ratio, mean over tokens", False),
     "uncentered": ("share of tokens without evidence to center", False),
@@ -104,11 +104,14 @@ def draw(made: dict, path: Path) -> None:
     _bars(axes[0, 3], {runs[0]["arm"]: runs[0]["milliseconds"] for runs in by_arm(made).values()})
     axes[0, 3].set_title("a step, ms by part (first seed)")
     compared = {one["title"]: one["milliseconds"] for one in made["heads"].values()}
-    _bars(axes[1, 3], compared)
-    axes[1, 3].set_title("the same rows by head, ms")
+    if compared:
+        _bars(axes[1, 3], compared)
+        axes[1, 3].set_title("the same rows by head, ms")
+    else:
+        axes[1, 3].set_axis_off()
     settings = ", ".join(f"{name} {value}" for name, value in made["settings"].items())
     figure.suptitle(
-        f"Reversing words, top_p 0.95: mean over seeds, from the least to the most of them\n"
+        f"Reversing words or letters, top_p 0.95: mean over seeds, least and most of them\n"
         f"{settings}; {made['device']}, torch {made['torch']}",
         fontsize=10,
     )
