@@ -36,7 +36,7 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset((32,), 64, 128, 1),
+    "tiny": Preset((32,), 64, 1024, 1),
     "h200": Preset((1024, 2048), 16384, 3 * 2**19),
 }
 

@@ -331,6 +331,15 @@ def test_a_step_runs_and_saves(results, capsys):
     assert (results / "made.png").exists() == (find_spec("matplotlib") is not None)
 
 
+@pytest.mark.gpu
+def test_a_step_on_a_gpu(results):
+    step.main(["--preset", "tiny", "--repeats", "1", "--save", "made"])
+    for row in json.loads((results / "made.json").read_text())["rows"]:
+        assert not row["note"], row
+        assert row["peak_gib"] > row["held_gib"] > 0
+        assert row["longest"] == (None if row["head"] == "one-pass" else 1024)
+
+
 def test_a_step_trains_with_every_head(results):
     preset = step.PRESETS["tiny"]
     batch = step.Batch(preset, "cpu")
