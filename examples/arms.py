@@ -112,7 +112,7 @@ def main() -> None:
     add("--prompts", type=int, default=24, help="prompts a step")
     add("--samples", type=int, default=8, help="samples a prompt")
     add("--steps", type=int, default=40)
-    add("--lr", type=float, default=2e-5)
+    add("--lr", type=float, default=4e-5)
     add("--warmup-lr", type=float, default=3e-5)
     add("--warmup-reward", type=float, default=0.2)
     add("--warmup-steps", type=int, default=200, help="at most")
