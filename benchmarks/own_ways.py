@@ -104,7 +104,14 @@ def added_to_float32(work: Workload) -> tuple[Tensor, ...]:
     return outputs
 
 
-def _backward(work: Workload) -> tuple[Tensor, ...]:
-    outputs = ours(work)
+def into_float32(work: Workload) -> tuple[Tensor, ...]:
+    """As `added_to_float32`, by the backward itself."""
+    if work.kept is None:
+        work.kept = torch.zeros_like(work.weight, dtype=torch.float32)
+    return _backward(work, grad_into=work.kept)
+
+
+def _backward(work: Workload, **options: Any) -> tuple[Tensor, ...]:
+    outputs = ours(work, **options)
     torch.autograd.backward(outputs, [work.d_logprobs, work.d_support_logprobs][: len(outputs)])
     return outputs

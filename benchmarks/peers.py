@@ -10,6 +10,7 @@ from benchmarks.own_ways import (
     added_to_float32,
     added_to_grad,
     graphed,
+    into_float32,
     one_pass,
     ours,
     with_loss,
@@ -98,6 +99,13 @@ PEERS: dict[str, Peer] = {
     "add-float32": Peer(
         "rl_loss, added to a float32 buffer",
         added_to_float32,
+        only=("micro", "tiny"),
+        whole=True,
+        adds=True,
+    ),
+    "into": Peer(
+        "rl_loss, grad_into a float32 buffer",
+        into_float32,
         only=("micro", "tiny"),
         whole=True,
         adds=True,

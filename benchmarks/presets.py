@@ -38,7 +38,7 @@ def real(*, device: str = "cpu") -> Workload:
 
 
 TINY = {"n": 64, "h": 32, "v": 500}
-MICRO = ("ours", "graph", "add-grad", "add-float32")
+MICRO = ("ours", "graph", "add-grad", "add-float32", "into")
 WIDE = ("ours", "graph", "sparse", "padded")
 
 PRESETS: dict[str, Preset] = {

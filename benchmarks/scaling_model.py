@@ -22,8 +22,8 @@ GPUS = (2, 8, 64, 512)
 class Machine:
     """Rates of one GPU."""
 
-    tflops: float = 637.0  # of rows over the vocabulary: 8 N H V operations in the 64.0 ms of
-    # kernels that docs/benchmarks.md has for one H200
+    tflops: float = 637.0  # of rows over the vocabulary: 8 N H V operations in 64.0 ms of kernels,
+    # as one H200 took them when docs/scaling.md was measured
     gather_gbs: float = 8050.0  # of replayed rows: 6 H bytes an entry in its 12.8 ms at K = 512
     nvlink_gbs: float = 450.0  # a direction, within a host: nominal, an assumption
     network_gbs: float = 50.0  # a direction, between hosts: nominal (400 Gb/s), an assumption

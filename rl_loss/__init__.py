@@ -10,8 +10,8 @@ The rooms, from the ground up; each imports from its own line and those above it
       support alignment
     loss/                               a loss's definition, of tensors alone: weighting tensors
                                           rows centering divergences inputs metrics definition
-    logits vocab_parallel flat_rows     what a logit is; the vocabulary split over ranks; what a
-                                          head is given, row by row
+    logits vocab_parallel grad_into     what a logit is; the vocabulary split over ranks; where a
+      flat_rows                           weight's gradient goes; what a head is given, row by row
     reference gathered dense            the head without kernels: its definition, and on the CPU
     kernels/                            head, losses and capture on a GPU: all that needs triton
     capture capture_stream              the sampler's side: evidence recorded, and brought home

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_loss.arguments import is_integral, require_count, require_number, require_tensor
 from rl_loss.csr import FAILED, NONE, REPLAY, first_row, rows_of_entries, segment_sum
+from rl_loss.grad_into import GradInto, check_grad_into
 from rl_loss.host import host_sees
 from rl_loss.logits import LogitTransform, accumulation_dtype
 from rl_loss.support import Support
@@ -106,19 +107,35 @@ class HeadArguments:
     vocab_size: int | None
     process_group: Any
     sequence_parallel: bool
+    grad_into: Tensor | None  # [rows of the weight here, H]
     shard: Shard = field(init=False)
+    into: GradInto | None = field(init=False)
 
     def __post_init__(self) -> None:
         cut_by_torch = is_dtensor(self.weight) and self.process_group is not None
         if require_tensor("weight", self.weight).dim() != 2:
             raise ValueError(f"weight must be [V, H], got {tuple(self.weight.shape)}")
-        rows = len(self.weight)  # of all ranks, where so cut
+        weight = self.weight
+        rows = len(weight)  # of all ranks, where so cut
         for name in ("weight", "bias"):
             local = local_tensor(name, getattr(self, name), self.process_group)
             object.__setattr__(self, name, local)
         object.__setattr__(self, "shard", _shard(self, rows, cut_by_torch))
         _check_tensors(self)
         _check_options(self)
+        object.__setattr__(self, "into", self._into(weight))
+
+    def _into(self, weight: Tensor) -> GradInto | None:
+        """Where the gradient of the weight, as it was given, goes; None: to autograd."""
+        if self.grad_into is None:
+            return None
+        if is_dtensor(self.grad_into):
+            raise ValueError("grad_into must be a plain tensor, this rank's rows, got a DTensor")
+        check_grad_into(self.grad_into, self.weight, weight.requires_grad)
+        if is_dtensor(weight):  # which would be given zeros where it has no gradient
+            local = self.weight.detach().requires_grad_(weight.requires_grad)
+            object.__setattr__(self, "weight", local)
+        return GradInto(self.grad_into, self.weight)
 
     def with_active(self, active: Tensor) -> "HeadArguments":
         """The same, checked already, with another mask."""

@@ -93,9 +93,11 @@ def gathered_bwd(
     upstreams: Upstreams,
     needs: Needs,
     shard: Shard,
+    into: Tensor | None = None,
 ) -> Sums:
     """The gradients of hidden, weight and bias that come of the entries here, in the accumulation
-    dtype, 0 where there is none; None where not needed."""
+    dtype, 0 where there is none; None where not needed. That of the weight is added to `into`
+    `[V, H]` where given, and then is that."""
     hidden, weight, bias = inputs
     grad = _entry_grads(saved, rows, transform, upstreams)
     at, ids = saved.chosen[saved.place], rows.ids[saved.entries]
@@ -106,7 +108,10 @@ def gathered_bwd(
     if needs.hidden:
         d_hidden = scattered_products(grad, weight, at, ids, len(hidden), ordered=True)
         d_hidden[_lost(saved.single, rows, upstreams)] = torch.nan
-    if needs.weight:
+    if needs.weight and into is not None:
+        add_scattered_products(into, grad, hidden, ids, at)
+        d_weight = into
+    elif needs.weight:
         d_weight = scattered_products(grad, hidden, ids, at, len(weight), ordered=False)
     if needs.bias and bias is not None:
         d_bias = segment_sum(grad, ids, len(bias))
@@ -217,3 +222,26 @@ def scattered_products(
     for block in _entry_blocks(len(grad), dense.shape[1]):
         out.index_add_(0, out_rows[block], grad[block, None] * dense[dense_rows[block]].to(grad))
     return out
+
+
+def add_scattered_products(
+    out: Tensor,  # [M, H] of any dtype
+    grad: Tensor,  # [E] in the accumulation dtype
+    dense: Tensor,  # [D, H]
+    out_rows: Tensor,  # [E]
+    dense_rows: Tensor,  # [E]
+) -> None:
+    """Adds `scattered_products` to `out`: of rows that have an entry whose gradient is not 0, which
+    alone are read and written, each rounded once."""
+    used = (grad != 0).nonzero()[:, 0]
+    used = used[out_rows[used].argsort(stable=True)]
+    grad, dense_rows = grad[used], dense_rows[used]
+    touched, place = out_rows[used].unique_consecutive(return_inverse=True)
+    step = max(1, _BLOCK // max(1, out.shape[1]))
+    starts = torch.arange(0, len(touched) + step, step, device=place.device)
+    bounds = torch.searchsorted(place, starts).tolist()
+    for i, start in enumerate(range(0, len(touched), step)):
+        run, some = slice(bounds[i], bounds[i + 1]), touched[start : start + step]
+        products = grad[run], dense, place[run] - start, dense_rows[run]
+        total = scattered_products(*products, len(some), ordered=True)
+        out[some] = (total + out[some]).to(out.dtype)

@@ -29,6 +29,7 @@ from rl_loss.gathered import (
     gathered_logits_of,
     replayed_entries,
 )
+from rl_loss.grad_into import GradInto
 from rl_loss.logits import LogitTransform
 from rl_loss.reference import reference_lm_head, whole_inputs
 from rl_loss.support import Support
@@ -37,7 +38,7 @@ from rl_loss.vocab_parallel import (
     Shard,
     fingerprint,
     outside_graphs,
-    over_ranks_outside_graphs,
+    outside_graphs_with,
 )
 
 
@@ -75,7 +76,7 @@ class LMHeadOutput:
 register_dataclass(LMHeadOutput)
 
 
-@over_ranks_outside_graphs
+@outside_graphs_with("process_group", "grad_into")
 def fused_lm_head(
     hidden: Tensor,
     weight: Tensor,
@@ -95,6 +96,7 @@ def fused_lm_head(
     vocab_size: int | None = None,
     process_group: Any = None,
     sequence_parallel: bool = False,
+    grad_into: Tensor | None = None,
 ) -> LMHeadOutput:
     """The trainer's log-probabilities of the labels and of every support id.
 
@@ -146,6 +148,11 @@ def fused_lm_head(
         sequence_parallel: `hidden` holds this rank's rows alone, `[N / ranks, ...]` along its
             first dimension, in the order of the ranks: gathered in the forward, and kept for the
             backward; their gradient is summed and scattered.
+        grad_into: `[V, H]` as `weight` (as this rank's part of it), float32 or the weight's dtype:
+            every backward adds the weight's gradient to it, and autograd gives the weight none.
+            Micro-batches add up there without a gradient of `[V, H]` each: where all rows are
+            replayed, the rows of ids that have a gradient alone are read and written. What is
+            added is rounded once a backward, from a float32 sum and what the buffer held.
 
     Returns:
         LMHeadOutput. The gradient keeps the dtype of each input, is accumulated in float32 (or
@@ -153,10 +160,11 @@ def fused_lm_head(
 
     Raises:
         ValueError: a shape, dtype or device that does not fit; a `weight` sharded in another way;
-            labels or supports that differ between ranks (NaN on a GPU); on CPU tensors
-            also a label outside the vocabulary or its REPLAY row, an id outside the vocabulary, a
-            temperature that is not above 0; and wherever the host can see it an active row that
-            the sampler failed to record or left empty. On a GPU such a row is NaN throughout.
+            a `grad_into` for a frozen weight, or that shares its memory; labels or supports that
+            differ between ranks (NaN on a GPU); on CPU tensors also a label outside the vocabulary
+            or its REPLAY row, an id outside the vocabulary, a temperature that is not above 0; and
+            wherever the host can see it an active row that the sampler failed to record or left
+            empty. On a GPU such a row is NaN throughout.
 
     Source: replay over the sampler's kept set is "keep sampling mask" of DeepSeek-V3.2, arXiv
     2512.02556, section 3.1.
@@ -186,6 +194,7 @@ def fused_lm_head(
         vocab_size=vocab_size,
         process_group=process_group,
         sequence_parallel=sequence_parallel,
+        grad_into=grad_into,
     )
     if given.on_kernels:
         from rl_loss.kernels.operators import kernel_head
@@ -213,8 +222,8 @@ def fused_lm_head(
 class FusedLMHead(nn.Linear):
     """The module form of `fused_lm_head`: an `nn.Linear` that holds the LM-head weight.
 
-    It can stand where a model's own head stood (tied, frozen or wrapped by FSDP2). Called
-    without labels it gives `nn.Linear`'s logits.
+    It can stand where a model's own head stood (tied, frozen or wrapped by FSDP2). Called with
+    labels it takes the options of `fused_lm_head`, without them it gives `nn.Linear`'s logits.
 
     Args:
         in_features, out_features, bias, device, dtype: as `nn.Linear`.
@@ -309,7 +318,7 @@ def _shaped(flat: Tensor, given: HeadArguments) -> Tensor:
 
 def _without_kernels(given: HeadArguments, rows: FlatRows) -> Outputs:
     shape = tuple(given.labels.shape)
-    options = _Options(given.transform, given.entropy, given.full, shape, given.shard)
+    options = _Options(given.transform, given.entropy, given.full, shape, given.shard, given.into)
     with torch.autocast(given.hidden.device.type, enabled=False):
         return _FusedLMHead.apply(*given.inputs, rows, options)
 
@@ -322,6 +331,7 @@ class _Options(NamedTuple):
     full: bool
     shape: tuple[int, ...]  # of the labels
     shard: Shard
+    into: GradInto | None
 
 
 class _Saved(NamedTuple):
@@ -358,12 +368,14 @@ class _FusedLMHead(torch.autograd.Function):
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             alone = ctx.options.shard.alone
             grads = plain_bwd(*given) if alone else outside_graphs(plain_bwd, *given)
+        if ctx.options.into is not None and needs.weight:
+            grads[1] = ctx.options.into.instead()
         return *grads, None, None
 
 
 def plain_fwd(inputs: HeadInputs, rows: FlatRows, options: _Options) -> tuple[Outputs, _Saved]:
     """The outputs, each row written by its path, and what the backward reads."""
-    transform, entropy, want_full, shape, shard = options
+    transform, entropy, want_full, shape, shard, _ = options
     replayed = replayed_entries(rows)
     z = gathered_logits_of(inputs, rows, transform, replayed, shard)
     sources = [(rows, rows.over_v(), entropy is not None)]
@@ -433,18 +445,34 @@ def plain_bwd(
     upstreams: Upstreams,
     needs: Needs,
 ) -> list[Tensor | None]:
-    """The gradients of hidden, weight and bias, added up wide and rounded once."""
-    transform, entropy, _, _, shard = options
+    """The gradients of hidden, weight and bias, added up wide and rounded once; None of a weight
+    whose gradient was added to the buffer of the options."""
+    transform, entropy, shard, into = (
+        options.transform,
+        options.entropy,
+        options.shard,
+        options.into,
+    )
     ids = inputs.cut(shard.rows)
     replayed = upstreams
     if entropy != "support":  # else that of replayed rows is another path's, or none
         replayed = upstreams._replace(entropy=None)
-    sums = gathered_bwd(saved.gathered, ids, rows, transform, replayed, needs, shard)
-    dense_bwd(saved.dense, ids, rows, transform, upstreams.over_v(), sums, shard)
     of_full = upstreams.entropy if entropy == "full" else None
     only = Upstreams(upstreams.full_logprobs, None, None, of_full)
-    if saved.full is not None and not only.none:
-        dense_bwd(saved.full, ids, rows.without_entries(), transform, only, sums, shard)
+    full = None if only.none else saved.full
+    buffer = None if into is None else into.buffer[: shard.rows]
+    over_v = [part for part in (saved.dense, full) if part is not None and len(part.chosen)]
+    if buffer is not None and buffer.dtype != inputs.dtype and over_v:
+        buffer = None  # chunks of rows add up wide first
+    gathered = saved.gathered, ids, rows, transform, replayed, needs, shard
+    sums = gathered_bwd(*gathered, buffer)
+    dense_bwd(saved.dense, ids, rows, transform, upstreams.over_v(), sums, shard)
+    if full is not None:
+        dense_bwd(full, ids, rows.without_entries(), transform, only, sums, shard)
+    if into is not None and sums.weight is not None:
+        if buffer is None:
+            into.add(sums.weight)
+        sums = sums._replace(weight=None)
     if sums.hidden is not None:
         sums.hidden.masked_fill_(rows.broken[:, None], torch.nan)
         sums = sums._replace(hidden=shard.sum_hidden(sums.hidden)())

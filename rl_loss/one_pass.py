@@ -12,12 +12,12 @@ from rl_loss.lm_head import fused_lm_head
 from rl_loss.loss.inputs import LossInputs, LossOutputs
 from rl_loss.losses import icepop_loss, ipo_loss, policy_loss, reinforce_loss
 from rl_loss.support import Support
-from rl_loss.vocab_parallel import over_ranks_outside_graphs
+from rl_loss.vocab_parallel import outside_graphs_with
 
 _LOSSES = (ipo_loss, icepop_loss, reinforce_loss, policy_loss)
 
 
-@over_ranks_outside_graphs
+@outside_graphs_with("process_group", "grad_into")
 def fused_lm_head_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -40,6 +40,7 @@ def fused_lm_head_loss(
     vocab_size: int | None = None,
     process_group: Any = None,
     sequence_parallel: bool = False,
+    grad_into: Tensor | None = None,
 ) -> LossOutputs:
     """`fused_lm_head` and a loss at once: three matrix products over the vocabulary, not four.
 
@@ -49,11 +50,14 @@ def fused_lm_head_loss(
 
     On a GPU rows over the vocabulary hold a chunk of `workspace_mib` and the weight's gradient
     in float32 (4 V H bytes) at the peak; REPLAY rows, which have no such logits, cost what they
-    cost in two steps. Without kernels it is the two steps.
+    cost in two steps. Without kernels it is the two steps. With `grad_into` nothing is added before
+    the backward: until then those float32 gradients are held, and of REPLAY rows what their entries
+    have, 12 bytes each.
 
     Args:
         hidden, weight, labels, support, active, temperature, bias, softcap, logit_scale, impl,
-            logits_dtype, vocab_size, process_group, sequence_parallel: as `fused_lm_head`.
+            logits_dtype, vocab_size, process_group, sequence_parallel, grad_into: as
+            `fused_lm_head`.
         loss: `ipo_loss`, `icepop_loss`, `reinforce_loss` or `policy_loss`, or a
             `functools.partial` of one with its options: losses that are sums over tokens.
         inference_logprobs: `[...]` log q of the sampled token.
@@ -103,6 +107,7 @@ def fused_lm_head_loss(
         "vocab_size": vocab_size,
         "process_group": process_group,
         "sequence_parallel": sequence_parallel,
+        "grad_into": grad_into,
     }
     given = HeadArguments(hidden, weight, labels, support, **options)
     per_token: dict[str, Any] = {

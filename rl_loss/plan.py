@@ -29,6 +29,43 @@ TILE = 32  # entries of a tile
 ENTRIES_A_PRODUCT = 1 / 100
 ENTRIES_A_READ = 0.1
 
+# The most frequent ids of a batch take part in products on the tensor cores
+# (`kernels/hot_ids.py`), where a product is exact enough: in bfloat16. In the one of the weight's
+# gradient from so many entries and so many a row on; in those of the forward and of the hidden
+# gradient too from so many gathered entries a row on, and so many numbers that they gather.
+LEAST_ENTRIES, LEAST_A_ROW = 2**16, 4
+FORWARD_A_ROW, FORWARD_NUMBERS = 256, 2**29
+# An id is frequent if one row in so many has it: its columns of the products take about as long as
+# gathering that many entries, whatever H. But tiles of rows are never smaller than 16 of these.
+ROWS_AN_ENTRY, LEAST_COUNT = 96, 16
+# There is room for so many frequent ids for every entry of a mean row: a float32 number each in all
+# rows takes 32 bytes an entry, about what sorting the entries takes. Of the weight's gradient alone
+# fewer.
+FORWARD_SLOTS, WEIGHT_SLOTS = 8, 4
+_WHOLE_SLOTS, _FEWEST_SLOTS, _MOST_SLOTS = 128, 256, 4096
+
+
+def forward_slots(n: int, nnz: int, tiles: int, h: int) -> int:
+    """Room for frequent ids in all three products; 0 where they do not pay in the forward."""
+    many = tiles * TILE >= FORWARD_A_ROW * n and tiles * TILE * h >= FORWARD_NUMBERS
+    return _slots(n, nnz, FORWARD_SLOTS) if many and nnz >= LEAST_ENTRIES else 0
+
+
+def weight_slots(n: int, nnz: int) -> int:
+    """Room for frequent ids in the weight's gradient alone; 0 where they do not pay."""
+    many = nnz >= LEAST_ENTRIES and nnz >= LEAST_A_ROW * n
+    return _slots(n, nnz, WEIGHT_SLOTS) if many else 0
+
+
+def _slots(n: int, nnz: int, share: int) -> int:
+    tiles = -(-share * nnz // (n * _WHOLE_SLOTS))
+    return min(_MOST_SLOTS, max(_FEWEST_SLOTS, tiles * _WHOLE_SLOTS))
+
+
+def least_count(n: int) -> int:
+    """The entries that a frequent id has at the least."""
+    return max(LEAST_COUNT, -(-n // ROWS_AN_ENTRY))
+
 
 def widest_gathered(vocab_size: int) -> float:
     """The width up to which gathering a row is cheaper than its product with the vocabulary."""

@@ -104,6 +104,8 @@ def whole_inputs(given: HeadArguments) -> HeadInputs:
     """Without padding, and of a weight that is split over ranks all of it: the rows of every rank
     are brought together, so that each computes the whole head, and keeps its own gradient."""
     inputs, shard = given.inputs, given.shard
+    if given.into is not None:  # before anything rounds, or brings other ranks' rows
+        inputs = inputs._replace(weight=given.into.behind(inputs.weight, inputs.dtype))
     if shard.alone:
         return inputs.cut(shard.vocab_size)
     hidden, weight, bias = inputs

@@ -37,16 +37,19 @@ def outside_graphs(function: Callable[_P, _R], *args: _P.args, **options: _P.kwa
     return _uncompiled[function](*args, **options)
 
 
-def over_ranks_outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, which with a `process_group` is no part of a compiled graph."""
+def outside_graphs_with(*names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """The function, which with any of these options is no part of a compiled graph."""
 
-    @wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> _R:
-        if options.get("process_group") is None:
-            return function(*args, **options)
-        return outside_graphs(function, *args, **options)
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def call(*args: _P.args, **options: _P.kwargs) -> _R:
+            if all(options.get(name) is None for name in names):
+                return function(*args, **options)
+            return outside_graphs(function, *args, **options)
 
-    return call
+        return call
+
+    return decorate
 
 
 class RankLogits(NamedTuple):

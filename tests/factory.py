@@ -398,3 +398,22 @@ def spied(monkeypatch, owner, name) -> list[Call]:
     is_kernel = hasattr(function, "__getitem__")
     monkeypatch.setattr(owner, name, Launched() if is_kernel else recorded(function))
     return calls
+
+
+# --- that a test takes the path it is about ---
+
+
+def hot_ids_everywhere(monkeypatch, *, slots=16, least=2, forward=True):
+    """From so many entries on an id is frequent, in batches of any size and any half precision."""
+    import rl_loss.kernels.gradient_sums as gradient_sums
+    import rl_loss.kernels.records as records
+    import rl_loss.plan as plan
+
+    for name in ("_WHOLE_SLOTS", "_FEWEST_SLOTS", "_MOST_SLOTS"):
+        monkeypatch.setattr(plan, name, slots)
+    monkeypatch.setattr(plan, "LEAST_COUNT", least)
+    for name in ("LEAST_ENTRIES", "LEAST_A_ROW", "FORWARD_NUMBERS"):
+        monkeypatch.setattr(plan, name, 0)
+    monkeypatch.setattr(plan, "FORWARD_A_ROW", 0 if forward else 10**9)
+    for module in (records, gradient_sums):
+        monkeypatch.setattr(module, "may_be_hot", lambda inputs, scalars: not scalars.any_draws)

@@ -121,7 +121,7 @@ def test_it_runs_without_its_extras(tmp_path):
 @pytest.mark.gpu
 def test_it_runs_on_a_gpu(results):
     ways = ["ours", "256mib", "graph", "icepop", "one-pass", "add-grad", "add-float32", "sparse"]
-    ways += ["pairs", "padded", "padded-online", "chunked"]
+    ways += ["into", "pairs", "padded", "padded-online", "chunked"]
     lm_head.main(["--preset", *TINY, "--ways", *ways, "--repeats", "1", "--save", "made"])
     for table in json.loads((results / "made.json").read_text())["tables"].values():
         for row in table["rows"]:
@@ -206,7 +206,7 @@ def check_replay(way):
     torch.testing.assert_close(entries.double(), plain.double(), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("key", ["add-grad", "add-float32"])
+@pytest.mark.parametrize("key", ["add-grad", "add-float32", "into"])
 def test_gradients_of_micro_batches_add_up(key):
     work, peer = leaves(uneven()), PEERS[key]
     _, d_hidden, d_weight = exact(work)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_loss import Support, fused_lm_head
+from rl_loss import LossInputs, Support, fused_lm_head, icepop_loss
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
@@ -16,6 +16,13 @@ H, V = 6, 11
     block
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "head.md").read_text(), re.S)
     if "kept_mass" in block
+]
+(LOOP,) = [
+    block
+    for block in re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "trainers.md").read_text(), re.S
+    )
+    if "grad_into=buffer" in block
 ]
 FIRST_SCREEN, PATCHED, TRL, ENGINE = re.findall(
     r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
@@ -131,6 +138,53 @@ def test_the_divergence_of_two_heads_in_the_page_of_the_head():
     names["kl"].sum().backward()
     wanted.sum().backward()
     torch.testing.assert_close(names["hidden"].grad.double(), exact.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loop_over_micro_batches(dtype):
+    """Against one batch, whose gradient autograd gives."""
+    g = torch.Generator().manual_seed(0)
+    table = torch.nn.Embedding(V, H, dtype=dtype)
+    lm_head = torch.nn.Linear(H, V, bias=False, dtype=dtype)
+    supports = [
+        Support.from_rows([([2, 5], [-0.6931] * 2), ([7, 1, 4], [-1.0986] * 3)]),
+        Support.from_rows([([9, 3], [-0.6931] * 2), None]),
+    ]
+    values = {"inference_logprobs": -torch.rand(4, generator=g), "advantages": torch.ones(4)}
+    tokens, labels = torch.tensor([1, 2, 3, 4]), torch.tensor([2, 7, 9, 8])
+    halves = slice(0, 2), slice(2, 4)
+    weights = [table.weight, lm_head.weight]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    out = fused_lm_head(table(tokens), lm_head.weight, labels, Support.cat(supports))
+    (icepop_loss(LossInputs.from_head(out, **values)).loss / 4).backward()
+    wanted = [(weight - 0.1 * weight.grad).detach() for weight in weights]
+    moved = [weight.detach().clone() for weight in weights]
+    optimizer.zero_grad()
+    names = {
+        "torch": torch,
+        "fused_lm_head": fused_lm_head,
+        "icepop_loss": icepop_loss,
+        "LossInputs": LossInputs,
+        "model": table,
+        "lm_head": lm_head,
+        "optimizer": optimizer,
+        "global_token_count": 4,
+        "micro_batches": [
+            SimpleNamespace(
+                tokens=tokens[half],
+                labels=labels[half],
+                support=support,
+                per_token={name: value[half] for name, value in values.items()},
+            )
+            for half, support in zip(halves, supports, strict=True)
+        ],
+    }
+    exec(LOOP, names)
+    assert not names["buffer"].any()
+    for weight, before, after in zip(weights, moved, wanted, strict=True):
+        assert not torch.equal(weight, before)
+        room = 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(weight.detach(), after, rtol=room, atol=room)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -9,6 +9,7 @@ from factory import (
     Results,
     as_they_are,
     assert_exact,
+    hot_ids_everywhere,
     naive_head,
     naive_output,
     outputs,
@@ -82,8 +83,7 @@ def compare(batch, read=as_they_are, exact_impl="reference", **options):
         allowed_for(batch, read, **options),
         units=truncated(dtype),
     )
-    for grad in fast.grads():
-        assert grad.dtype == dtype
+    assert {grad.dtype for grad in fast.grads() if grad is not None} == {dtype}
 
 
 def wide_from(monkeypatch, share):
@@ -102,9 +102,9 @@ def wide_from(monkeypatch, share):
     ids=str,
 )
 def test_replay_rows(dtype, entropy, options, monkeypatch):
-    import rl_loss.kernels.rows as rows
+    import rl_loss.kernels.gathered as gathered_kernels
 
-    gathered = spied(monkeypatch, rows, "_logits_kernel")
+    gathered = spied(monkeypatch, gathered_kernels, "_logits_kernel")
     batch = random_batch(11, 19, 37, kinds=REPLAY, dtype=dtype, widths=(1, 2, 5, 36))
     compare(batch, entropy=entropy, **options)
     assert len(gathered) == 1
@@ -257,36 +257,6 @@ def test_heavy_rows_and_frequent_ids_take_the_narrow_blocks(widths, monkeypatch)
 
 
 @kernels
-def test_hot_ids_on_the_tensor_cores(monkeypatch):
-    """The dense product of the most frequent ids, inactive rows holding NaN."""
-    import rl_loss.kernels.gradient_sums as gradient_sums
-    import rl_loss.kernels.hot_ids as hot_ids
-
-    monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(gradient_sums, "_WEIGHT_PROGRAMS", 3)
-    monkeypatch.setattr(hot_ids, "_ROWS", 5)
-    products = spied(monkeypatch, gradient_sums, "hot_product")
-    # The interpreter multiplies the bits of bfloat16 matrices as integers.
-    dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    batch = random_batch(9, 140, 60, kinds=REPLAY, dtype=dtype, widths=(25, 3))
-    active = torch.arange(9) != 4
-    allowed = tolerance(batch, active=active)
-    batch.hidden[4] = torch.nan
-    exact = batch.leaves(torch.float64)
-    wanted = results(exact, outputs(head(exact, "reference", active=active)))
-    for hot in (False, True):
-        monkeypatch.setattr(gradient_sums, "use_hot_ids", lambda call, hot=hot: hot)
-        got = kernel_results(batch, active=active.to(DEVICE))
-        if hot:  # of each of an id's nine terms at most, 16 bits are kept
-            hidden, weight, bias = allowed.grads
-            allowed = allowed._replace(grads=[hidden, weight + 9 * 2**-17, bias])
-        assert_exact(got, wanted, allowed)
-        assert len(products) == hot
-    hot = products[0].result
-    assert (hot.slots >= 0).sum() == (hot.ids >= 0).sum() > 0
-
-
-@kernels
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kinds", [REPLAY, MIXED], ids=["replay", "mixed"])
 @pytest.mark.parametrize(
@@ -394,21 +364,6 @@ def test_an_id_that_is_drawn_more_often_than_there_are_rows(monkeypatch):
 
 
 @kernels
-def test_repeated_draws_of_a_hot_id_all_count(monkeypatch):
-    import rl_loss.kernels.gradient_sums as gradient_sums
-    import rl_loss.kernels.hot_ids as hot_ids
-
-    monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(gradient_sums, "use_hot_ids", lambda call: True)
-    products = spied(monkeypatch, gradient_sums, "hot_product")
-    batch = random_batch(4, 8, 7, kinds=(RowKind.NONE,), dtype=torch.float16)
-    row = ([3, 3, 3, 1], [-0.5] * 4)
-    batch.support = Support.from_rows([row] * 4, kind=RowKind.DRAWS)
-    compare(batch)
-    assert not products  # where two entries would share a cell there is none
-
-
-@kernels
 @pytest.mark.parametrize("kinds", [(RowKind.HEAD,), REPLAY], ids=str)
 def test_a_backward_under_autocast_keeps_its_products(kinds, monkeypatch):
     import rl_loss.kernels.blocks as blocks
@@ -490,15 +445,17 @@ def test_compiled_what_is_full_breaks_the_graph_and_the_numbers_stay(given):
 @kernels
 def test_hidden_sizes_beyond_one_block(monkeypatch):
     import rl_loss.kernels.entry_sums as entry_sums
-    import rl_loss.kernels.rows as rows
+    import rl_loss.kernels.gathered as gathered_kernels
 
     shape = {"WHOLE_H": False, "R": 2, "BLOCK_H": 16, "REST_H": 0, "num_warps": 2}
-    monkeypatch.setattr(rows, "_logits_shape", lambda h, width: shape)
-    logits = spied(monkeypatch, rows, "_logits_kernel")
+    monkeypatch.setattr(gathered_kernels, "_logits_shape", lambda h, width: shape)
+    logits = spied(monkeypatch, gathered_kernels, "_logits_kernel")
     compare(random_batch(5, 37, 29, kinds=REPLAY))
     assert [call.kwargs["WHOLE_H"] for call in logits] == [False]
     sums = spied(monkeypatch, entry_sums, "_light_kernel")
-    monkeypatch.setattr(rows, "_logits_shape", lambda h, width: {**shape, "BLOCK_H": 512})
+    monkeypatch.setattr(
+        gathered_kernels, "_logits_shape", lambda h, width: {**shape, "BLOCK_H": 512}
+    )
     compare(random_batch(2, 1030, 5, kinds=REPLAY, widths=(3, 2)))
     assert [call.kwargs["BLOCK_H"] for call in sums] == [1024, 1024]
 
@@ -507,10 +464,10 @@ def test_hidden_sizes_beyond_one_block(monkeypatch):
 @pytest.mark.parametrize(("h", "rest"), [(256, 0), (261, 8), (400, 256), (512, 256), (513, 0)])
 @pytest.mark.parametrize("widths", [(3, 2), (40, 3)])
 def test_a_hidden_row_in_two_blocks(h, rest, widths, monkeypatch):
-    import rl_loss.kernels.rows as rows
+    import rl_loss.kernels.gathered as gathered_kernels
 
-    monkeypatch.setattr(rows, "_MOST_COLUMNS", 256)
-    logits = spied(monkeypatch, rows, "_logits_kernel")
+    monkeypatch.setattr(gathered_kernels, "_MOST_COLUMNS", 256)
+    logits = spied(monkeypatch, gathered_kernels, "_logits_kernel")
     compare(random_batch(3, h, 53, kinds=REPLAY, widths=widths))
     (call,) = logits
     assert call.kwargs["REST_H"] == rest
@@ -562,12 +519,10 @@ def wide_rows(monkeypatch):
 
 def hot_rows(monkeypatch):
     import rl_loss.kernels.gradient_sums as gradient_sums
-    import rl_loss.kernels.hot_ids as hot_ids
 
-    monkeypatch.setattr(hot_ids, "HOT", 16)
-    monkeypatch.setattr(gradient_sums, "use_hot_ids", lambda call: True)
-    calls = spied(monkeypatch, gradient_sums, "write_hot_rows")
-    return {}, lambda: len(calls) == 2
+    hot_ids_everywhere(monkeypatch)
+    calls = [spied(monkeypatch, gradient_sums, name) for name in ("hot_hidden", "write_hot_rows")]
+    return {}, lambda: [len(some) for some in calls] == [2, 2]
 
 
 def any_rows(monkeypatch):
@@ -1045,3 +1000,79 @@ def test_more_than_2_to_the_31_entries():
     got = Results([out.logprobs[rows]], [hidden.grad[rows]]).cpu()
     wanted, allowed = (part._replace(grads=part.grads[:1]) for part in (wanted, allowed))
     assert_exact(got, wanted, allowed)
+
+
+def on_fused_products(monkeypatch):
+    """Whether or not this is a GPU that takes them."""
+    import rl_loss.kernels.fused_products as fused_products
+
+    monkeypatch.setattr(fused_products, "_on_hopper", lambda device: True)
+
+
+# The interpreter multiplies the bits of bfloat16 matrices as integers.
+HALVES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+
+
+@kernels
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 5.0, "logit_scale": 0.7}, {"temperature": 0.8, "bias": None}],
+    ids=["plain", "capped", "alone"],
+)
+@pytest.mark.parametrize(
+    ("kinds", "entropy"),
+    [
+        ((RowKind.NONE,), None),
+        ((RowKind.NONE,), "support"),
+        ((RowKind.NONE, RowKind.REPLAY), None),
+        ((RowKind.NONE, RowKind.REPLAY), "full"),
+    ],
+    ids=str,
+)
+def test_rows_over_the_vocabulary_on_fused_products(kinds, entropy, options, dtype, monkeypatch):
+    """Odd numbers of rows and ids; the gradient of all at once, of a run of ids after another."""
+    import rl_loss.kernels.blocks as blocks
+
+    on_fused_products(monkeypatch)
+    monkeypatch.setattr(blocks, "_LEAST_IDS", 256)
+    passes = [spied(monkeypatch, blocks, name) for name in ("add_stats", "to_grads")]
+    forward = spied(monkeypatch, blocks, "add_row_stats")
+    backward = spied(monkeypatch, blocks, "product_grads")
+    batch = random_batch(21, 24, 300, kinds=kinds, dtype=dtype)
+    for cells, ids in ((21 * 300, 300), (21 * 256, 256)):
+        forward.clear(), backward.clear()
+        compare(batch, entropy=entropy, workspace_mib=cells * 2 / 2**20, **options)
+        assert len(forward) == 1
+        if entropy == "full" or RowKind.REPLAY not in kinds:
+            starts = [call.args[1].ids.start for call in backward]
+            assert starts == list(range(0, 300, ids))
+    assert passes == [[], []]
+
+
+@kernels
+@pytest.mark.parametrize("why", ["width", "columns", "start", "head", "draws", "float32"])
+def test_what_fused_products_do_not_take_goes_through_blocks(why, monkeypatch):
+    """Rows of no whole 16 bytes, columns apart, a matrix that begins elsewhere, entries over V."""
+    import rl_loss.kernels.blocks as blocks
+
+    on_fused_products(monkeypatch)
+    fused = [spied(monkeypatch, blocks, name) for name in ("add_row_stats", "product_grads")]
+    passes = [spied(monkeypatch, blocks, name) for name in ("add_stats", "to_grads")]
+    kind = {"head": RowKind.HEAD, "draws": RowKind.DRAWS}.get(why, RowKind.NONE)
+    dtype = torch.float32 if why == "float32" else HALVES[0]
+    batch = random_batch(9, 20 if why == "width" else 24, 45, kinds=(kind,), dtype=dtype)
+    if why == "columns":
+        batch.weight = batch.weight.T.contiguous().T
+    fast = on_device(batch).leaves()
+    if why == "start":
+        fast.hidden = torch.cat([fast.hidden[:, :1], fast.hidden], dim=1)[:, 1:]
+    got = outputs(head(fast, "triton"))
+    exact = batch.leaves(torch.float64)
+    wanted = outputs(head(exact, "reference"))
+    for value, right in zip(got, wanted, strict=True):
+        finite = ~right.isneginf()
+        assert torch.allclose(value.cpu().double()[finite], right[finite], atol=1e-4)
+    weighted_sum([part.cpu() for part in got]).backward()
+    assert fused == [[], []]
+    assert [len(calls) for calls in passes] == [1, 1]

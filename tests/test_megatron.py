@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from factory import random_support
 from ranks import run_ranks
 from torch import Tensor
@@ -47,6 +46,7 @@ def on_the_cpu() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # of its buffers
+    torch.cuda.current_stream = lambda: None  # that its sums wait for nothing on
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # of dropout, which is 0
 
 
@@ -83,8 +83,11 @@ def gpt_model(case: Case):
 
 def fill(model) -> None:
     """The same whole weights whatever the ranks: each takes its part of a split dimension."""
+    from megatron.core import parallel_state
+
     g = torch.Generator().manual_seed(5)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter in model.named_parameters():
         shape, cut = list(parameter.shape), getattr(parameter, "partition_dim", -1)
         if getattr(parameter, "tensor_model_parallel", False):
@@ -249,6 +252,89 @@ def sequence_parallel(rank: int) -> None:
 
 def test_sequence_parallel_hidden_states():
     run_ranks(sequence_parallel, 2)
+
+
+class Accumulated(NamedTuple):
+    tied: bool
+    overlapped: bool
+    dtype: torch.dtype
+    fused: bool = False  # whether the layer says that it adds to `main_grad` itself
+
+
+def main_grads(case: Accumulated, ranks: int) -> dict[str, Tensor]:
+    """Of two micro-batches under Megatron's own DDP."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    model, batch = gpt_model(Case(ranks, tied=case.tied)), make_batch(Case(ranks))
+    fill(model)
+    model = model.to(case.dtype)
+    # Its own product into `main_grad` is a CUDA extension: no other layer is asked for it.
+    model.output_layer.gradient_accumulation_fusion = case.fused
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=case.overlapped,
+        use_distributed_optimizer=False,
+    )
+    ddp = DistributedDataParallel(model.config, config, model)
+    ddp.zero_grad_buffer()
+    weight = model.shared_embedding_or_output_weight() if case.tied else model.output_layer.weight
+    seen = []
+    weight.register_hook(lambda grad: seen.append((grad.layout, grad.numel())))
+    mask = torch.ones(S, S, dtype=torch.bool).triu(1)[None, None]
+    positions = torch.arange(S).expand(2, S)
+    rows, kept = batch.rows, weight.main_grad.data_ptr()
+    for last in (False, True):
+        with nullcontext() if last else ddp.no_sync():
+            head = ddp(
+                batch.tokens,
+                positions,
+                mask,
+                output_processor=output_processor,
+                output_processor_context=OutputContext(
+                    rows.labels,
+                    rows.support,
+                    temperature=rows.per_token["temperature"],
+                    active=rows.active,
+                    vocab_size=V,
+                ),
+            )
+            loss_of(head, rows).backward()
+    ddp.finish_grad_sync()  # hangs or fails where a hook did not fire
+    assert weight.grad is None
+    assert weight.main_grad.data_ptr() == kept
+    assert weight.grad_added_to_main_grad == case.fused
+    if case.fused and not case.tied:
+        assert {layout for layout, _ in seen} == {torch.sparse_coo}
+    assert len(seen) >= 2
+    return {name: p.main_grad.clone() for name, p in model.named_parameters()}
+
+
+def added_to_main_grad(rank: int, split: int) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(split)
+    on_the_cpu()
+    for dtype in (torch.float32, torch.bfloat16):
+        for tied in (False, True):
+            for overlapped in (False, True):
+                case = Accumulated(tied, overlapped, dtype)
+                wanted, found = (
+                    main_grads(case._replace(fused=fused), split) for fused in (False, True)
+                )
+                assert found.keys() == wanted.keys()
+                for name, grad in wanted.items():
+                    size = float(grad.abs().max())
+                    # Autograd rounds each micro-batch's gradient to the weight's dtype.
+                    room = 2 * torch.finfo(dtype).eps * size + 1e-7
+                    assert (found[name] - grad).abs().max() <= room, (case, name)
+                    assert size > 0
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 1), (2, 2)])
+def test_the_gradient_goes_into_main_grad(ranks, split):
+    """Where the output layer fuses accumulation, under DDP with its hooks; `split` over a group of
+    so many ranks, and the batch over the others."""
+    run_ranks(added_to_main_grad, ranks, split)
 
 
 def test_what_does_not_fit_is_refused():

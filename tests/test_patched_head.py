@@ -348,7 +348,7 @@ REFUSED = {
     "type": ({"aligned_labels": [1, 2]}, r"aligned_labels must be \(2, 7\).*list"),
     "option": (
         {"head_options": {"bias": None}},
-        r"head_options may hold \['full', 'impl'.*\['bias'\]",
+        r"head_options may hold \['full', 'grad_into', 'impl'.*\['bias'\]",
     ),
     "rows": ({"support": Support.empty(3)}, "support must have 14 rows, got 3"),
 }
@@ -765,3 +765,24 @@ def test_lora_on_the_head_is_refused(peft, first):
             patch_lm_head(model)
     (_, got), (_, wanted) = both(model.merge_and_unload().requires_grad_())
     assert_near(got, wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_weights_gradient_in_a_buffer(tied):
+    """The head's alone: the embedding's stays where autograd puts it."""
+    model = make("Llama", tie_word_embeddings=tied)
+    patch_lm_head(model)
+    weight = model.lm_head.weight
+    buffer = torch.zeros_like(weight).detach()
+
+    def backward(**options):
+        out = model(**ROWS.model, **ROWS.head, head_options=options)
+        (out.head.logprobs * ROWS.upstream).sum().backward()
+
+    backward()
+    wanted, weight.grad = weight.grad, None
+    backward(grad_into=buffer)
+    assert (weight.grad is not None) == tied
+    found = buffer + weight.grad if tied else buffer
+    assert (found - wanted).abs().max() <= ROUNDING * wanted.abs().max()
+    assert buffer.any()

@@ -223,6 +223,56 @@ def all_cases(rank: int, impl: str) -> None:
             raise AssertionError(f"{name}, impl {impl}") from error
 
 
+def fused_products_of_shards(rank: int) -> None:
+    """In half precision, of a Hopper GPU's ways: each rank has its own part of every row."""
+    from rl_loss.kernels import blocks, fused_products
+
+    used = []
+    launch = blocks.product_grads
+
+    def seen(*args):
+        used.append(args)
+        return launch(*args)
+
+    blocks.product_grads = seen
+    device, fused_products._on_hopper = rank_device(rank), lambda device: True
+    half = torch.bfloat16 if device.type == "cuda" else torch.float16
+    batch = random_batch(21, 24, 301, kinds=(RowKind.NONE, RowKind.REPLAY), dtype=half)
+    names = ("hidden", "weight", "bias", "labels", "support", "temperature")
+    batch = replace(batch, **{name: getattr(batch, name).to(device) for name in names})
+    exact = batch.leaves(torch.float64)
+    options = {"temperature": batch.temperature, "entropy": "full"}
+    wanted = fused_lm_head(
+        exact.hidden, exact.weight, exact.labels, exact.support, bias=exact.bias,
+        impl="reference", **options,
+    )  # fmt: skip
+    weight, at = cut(batch.weight, "padded", rank, 2)
+    bias, _ = cut(batch.bias, "padded", rank, 2)
+    hidden = batch.hidden.detach().clone().requires_grad_()
+    got = fused_lm_head(
+        hidden, weight, batch.labels, batch.support, bias=bias, impl="triton",
+        process_group=dist.group.WORLD, vocab_size=301, **options,
+    )  # fmt: skip
+    alike_on_all(*outputs(got))
+    for value, right in zip(outputs(got), outputs(wanted), strict=True):
+        finite = ~right.isneginf()
+        assert relative_error(value[finite], right[finite]) < 1e-5
+    weighted_sum([part.cpu() for part in outputs(wanted)]).backward()
+    weighted_sum([part.cpu() for part in outputs(got)]).backward()
+    own = at.stop - at.start
+    pairs = [(hidden.grad, exact.hidden.grad)]
+    pairs += [(weight.grad[:own], exact.weight.grad[at]), (bias.grad[:own], exact.bias.grad[at])]
+    for grad, right in pairs:
+        assert (grad - right).abs().max() < 4e-3 * right.abs().max()
+    assert len(used) == 1
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_fused_products_of_shards(ranks):
+    pytest.importorskip("triton")
+    run_ranks(fused_products_of_shards, ranks, interpreted=not on_gpus(ranks))
+
+
 def other_batches(rank: int, impl: str) -> None:
     """Ranks that were given other labels, or other ids: an error on every one, or NaN."""
     device = rank_device(rank)

@@ -79,6 +79,10 @@ def parallel_head(
 ) -> LMHeadOutput:
     """The head over Megatron's output layer, for models without an output processor.
 
+    Where the layer fuses gradient accumulation, the weight's gradient is added to its `main_grad`
+    in the backward (`grad_into`), as the layer itself would; `options` of the context may name
+    another buffer, or None.
+
     Args:
         hidden_states: `[s, b, H]` as the layer is given them; `[s / ranks, b, H]` where it is
             sequence-parallel. Their gradient is summed over ranks (and scattered) here.
@@ -113,6 +117,7 @@ def parallel_head(
     def turned(value: Any) -> Any:  # to rows of [s, 1], in the order of the scattered ones
         return value.T if packed and isinstance(value, Tensor) and value.dim() == 2 else value
 
+    options = {"grad_into": _main_grad(output_layer, weight), **context.options}
     head = fused_lm_head(
         hidden_states if packed else hidden_states.transpose(0, 1),
         weight,
@@ -126,7 +131,19 @@ def parallel_head(
         vocab_size=context.vocab_size,
         process_group=group,
         sequence_parallel=split,
-        **context.options,
+        **options,
     )
     values = {f.name: getattr(head, f.name) for f in fields(head)}
     return LMHeadOutput(**{name: turned(value) for name, value in values.items()})
+
+
+def _main_grad(output_layer: Any, weight: Tensor) -> Tensor | None:
+    """The buffer that the layer itself would add the weight's gradient to, if any.
+
+    Megatron-FSDP makes its own in the backward, to be written and not added to: there autograd
+    keeps the gradient.
+    """
+    fused = getattr(output_layer, "gradient_accumulation_fusion", False)
+    if not fused or not weight.requires_grad or hasattr(weight, "__fsdp_param__"):
+        return None
+    return getattr(weight, "main_grad", None)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_loss.flat_rows import Upstreams
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.logits import derivative, inverse_of, logit
 from rl_loss.kernels.records import (
     BROKEN,
@@ -26,7 +27,8 @@ from rl_loss.kernels.records import (
 class Block(NamedTuple):
     """The products of some rows of a batch with a run of ids."""
 
-    raw: Tensor  # [R, B] in the accumulation dtype, and then their gradient in its memory
+    raw: Tensor  # [R, B] in the accumulation dtype, and then their gradient in its memory; or
+    # memory for the gradient alone, where the products were not `multiplied`
     rows: Tensor  # [R] int64 their numbers in the batch
     run: slice  # their places among all rows that blocks are made of
     ids: slice  # of the weight's rows here
@@ -35,8 +37,10 @@ class Block(NamedTuple):
     weight: Tensor  # [B, H]
     bias: Tensor | None  # [B]
     last: bool  # no more rows with these ids
+    multiplied: bool  # the products are there
 
 
+@launched
 @triton.jit
 def _stats_kernel(
     raw,  # [R, B]
@@ -92,6 +96,7 @@ def _stats_kernel(
         tl.store(moment + row, a)
 
 
+@launched
 @triton.jit
 def _pick_kernel(
     raw,  # [R, B]
@@ -154,6 +159,7 @@ def _pick_kernel(
             tl.store(cells + column, tl.full([BLOCK], float("-inf"), dtype=ACC), mask=out)
 
 
+@launched
 @triton.jit
 def _grads_kernel(
     raw,  # [R, B]
@@ -233,6 +239,7 @@ def _grads_kernel(
         tl.store(dz + at_row * sd + column, g.to(dz.dtype.element_ty), mask=held)
 
 
+@launched
 @triton.jit
 def _put_kernel(
     dz,  # [R, B] out

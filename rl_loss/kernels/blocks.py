@@ -17,9 +17,10 @@ from torch import Tensor
 from rl_loss.flat_rows import Needs, Upstreams
 from rl_loss.kernels.block_passes import Block, add_stats, pick, put_entries, to_grads
 from rl_loss.kernels.entry_grads import EntryGrads
+from rl_loss.kernels.fused_products import add_row_stats, fuses, product_grads
+from rl_loss.kernels.gathered import gathered_logits
 from rl_loss.kernels.half_grads import HalfScales, entry_scales, half_scales
 from rl_loss.kernels.records import HeadCall, RowOutputs
-from rl_loss.kernels.rows import gathered_logits
 from rl_loss.logits import accumulation_dtype
 from rl_loss.vocab_parallel import RankLogits
 
@@ -34,10 +35,11 @@ class Shape(NamedTuple):
     ids: int
 
 
-def wide_in_ids(call: HeadCall) -> Shape:
-    """Of the rows over the vocabulary, in two steps: as many rows as there are, ids to fit."""
+def wide_in_ids(call: HeadCall, dtype: torch.dtype) -> Shape:
+    """Of the rows over the vocabulary, in two steps: as many rows as there are, ids to fit; cells
+    of `dtype`."""
     n, vocab_size = len(call.rows.over_v), len(call.weight)
-    cells = max(1, call.scalars.workspace // call.dtype.itemsize)
+    cells = max(1, call.scalars.workspace // dtype.itemsize)
     rows = min(n, max(1, cells // max(1, min(_LEAST_IDS, vocab_size))))
     ids = min(vocab_size, max(1, cells // max(1, rows)))
     if 256 <= ids < vocab_size:
@@ -53,21 +55,27 @@ def all_ids(call: HeadCall, n: int) -> Shape:
     return Shape(-(-n // max(1, runs)), len(call.weight))
 
 
-def product_blocks(call: HeadCall, chosen: Tensor, shape: Shape) -> Iterator[Block]:
+def product_blocks(
+    call: HeadCall, chosen: Tensor, shape: Shape, grads_alone: torch.dtype | None = None
+) -> Iterator[Block]:
     """The blocks of the rows `chosen` `[D]`, ascending: every run of rows for one run of ids
-    after another. The next block takes the memory of the one before."""
+    after another. The next block takes the memory of the one before.
+
+    `grads_alone`: the blocks are memory for gradients of that dtype, and are not multiplied."""
     n, vocab_size, bias = len(chosen), len(call.weight), call.logit.bias
     if not n or not vocab_size:
         return
     hidden = _rows_of(call.hidden, chosen)
-    buffer = _new_block(min(shape.rows, n), shape.ids, call.hidden, call.dtype)
+    buffer = _new_block(min(shape.rows, n), shape.ids, call.hidden, grads_alone or call.dtype)
     for first in range(0, vocab_size, shape.ids):
         ids = slice(first, min(first + shape.ids, vocab_size))
         weight, some_bias = call.weight[ids], None if bias is None else bias[ids]
         for start in range(0, n, shape.rows):
             run = slice(start, min(start + shape.rows, n))
             some = hidden[run]
-            raw = _products(some, weight, buffer)
+            raw = buffer[: len(some), : len(weight)]
+            if grads_alone is None:
+                _multiply(some, weight, raw)
             yield Block(
                 raw=raw,
                 rows=chosen[run],
@@ -78,6 +86,7 @@ def product_blocks(call: HeadCall, chosen: Tensor, shape: Shape) -> Iterator[Blo
                 weight=weight,
                 bias=some_bias,
                 last=run.stop == n,
+                multiplied=grads_alone is None,
             )
 
 
@@ -86,7 +95,7 @@ def entry_logits(call: HeadCall) -> RowOutputs:
     out = RowOutputs.new(call.inputs, call.rows, call.scalars)
     if not call.shard.alone:
         out.support_logprobs.zero_()  # what other ranks have is added to it
-    gathered_logits(call, out.support_logprobs)
+    gathered_logits(call, out)
     if len(call.rows.wide):
         _wide_logits(call, out)
     return out
@@ -105,8 +114,11 @@ def new_stats(call: HeadCall) -> Tensor:
 def vocabulary_stats(call: HeadCall, out: RowOutputs) -> Tensor:
     """`new_stats` of the rows over the vocabulary, written. The logits of their entries go to
     `out.support_logprobs`."""
-    stats = new_stats(call)
-    for block in product_blocks(call, call.rows.over_v, wide_in_ids(call)):
+    stats, rows = new_stats(call), call.rows.over_v
+    if fuses(call):
+        add_row_stats(call, _rows_of(call.hidden, rows), rows, stats)
+        return stats
+    for block in product_blocks(call, rows, wide_in_ids(call, call.dtype)):
         take_stats(call, block, out, stats)
     return stats
 
@@ -147,10 +159,13 @@ class BlockSums:
     """What the blocks send to hidden, weight and bias, in the accumulation dtype."""
 
     def __init__(self, call: HeadCall, needs: Needs, d_weight: Tensor | None = None) -> None:
-        """`d_weight` `[V, H]`: written where a block's product is all of its ids' gradient."""
+        """`d_weight` `[V, H]`: written where a block's product is all of its ids' gradient; where
+        the call adds to it, and it is in the accumulation dtype, every product goes into it."""
         d, h, v = len(call.rows.over_v), call.hidden.shape[1], len(call.weight)
         new = call.hidden.new_zeros
         self.needs, self._d_weight = needs, d_weight
+        self._into = d_weight is not None and call.into is not None
+        self.all_into = self._into and d_weight.dtype == call.dtype  # type: ignore[union-attr]
         self._dtype = grad_dtype(call.hidden, call.weight)
         self.bias = new(v, dtype=call.dtype) if needs.bias and d else None  # [V]
         self._hidden = new(d, h, dtype=call.dtype) if needs.hidden and d else None  # [D, H]
@@ -176,7 +191,8 @@ class BlockSums:
         if self._up is not None:
             self._scales = half_scales(call, block.rows, saved, upstreams, over_v)
             up = self._up[block.run] = self._scales.up
-        dz = to_grads(call, block, self._dtype, saved, upstreams, over_v, up)
+        grads_of = to_grads if block.multiplied else product_grads
+        dz = grads_of(call, block, self._dtype, saved, upstreams, over_v, up)
         if self._hidden is not None:
             _add_product(self._hidden[block.run], dz, block.weight)
         if self.bias is not None:
@@ -195,8 +211,14 @@ class BlockSums:
         where nothing is left to add."""
         if not self.needs.weight:
             return None
-        if self._writes_at_once(block, dz):
-            torch.mm(dz.T, block.hidden, out=self._d_weight[block.ids])  # type: ignore[index]
+        if self.all_into:
+            self._part = self._d_weight[block.ids]  # type: ignore[index]
+        elif self._writes_at_once(block, dz):
+            out = self._d_weight[block.ids]  # type: ignore[index]
+            if self._into:
+                torch.addmm(out, dz.T, block.hidden, out=out)
+            else:
+                torch.mm(dz.T, block.hidden, out=out)
             return None
         if self._scales is not None:
             part = _product(dz.T, block.hidden * self._scales.apart[:, None])
@@ -209,7 +231,7 @@ class BlockSums:
         if not block.last:
             return None
         part, self._part = self._part, None
-        return part
+        return None if self.all_into else part
 
     def _writes_at_once(self, block: Block, dz: Tensor) -> bool:
         out = self._d_weight
@@ -221,7 +243,9 @@ def blocks_to_grads(
     call: HeadCall, saved: RowOutputs, upstreams: Upstreams, over_v: Tensor, sums: BlockSums
 ) -> Iterator[tuple[Block, Tensor]]:
     """Every block and its gradient `[R, B]`, which was added to hidden and bias of `sums`."""
-    for block in product_blocks(call, call.rows.over_v, wide_in_ids(call)):
+    dtype = grad_dtype(call.hidden, call.weight) if fuses(call) else None
+    shape = wide_in_ids(call, dtype or call.dtype)
+    for block in product_blocks(call, call.rows.over_v, shape, dtype):
         if call.scalars.any_head:
             pick(call, block, None)  # empties the cells of known ids
         yield block, sums.add(call, block, saved, upstreams, over_v)
@@ -287,12 +311,12 @@ def _native(a: Tensor, b: Tensor) -> bool:
     return a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
 
 
-def _products(h: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
-    """`h [R, H] @ w.T [H, B]` in the upper left of `buffer`, in its dtype."""
-    out = buffer[: len(h), : len(w)]
+def _multiply(h: Tensor, w: Tensor, out: Tensor) -> None:
+    """Writes `h [R, H] @ w.T [H, B]` to `out`, in its dtype."""
     if _native(h, w):
-        return torch.mm(h, w.T, out_dtype=out.dtype, out=out)
-    return torch.mm(h.to(out.dtype), w.to(out.dtype).T, out=out)
+        torch.mm(h, w.T, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(h.to(out.dtype), w.to(out.dtype).T, out=out)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

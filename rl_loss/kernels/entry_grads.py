@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_loss.flat_rows import Upstreams
+from rl_loss.kernels.hot_ids import lay_out, new_matrix
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.logits import derivative, inverse_of
 from rl_loss.kernels.records import (
     BROKEN,
@@ -17,11 +19,13 @@ from rl_loss.kernels.records import (
     OVER_V,
     REPLAYED,
     HeadCall,
+    HotIds,
     RowOutputs,
 )
 from rl_loss.plan import width_block
 
 
+@launched
 @triton.jit
 def _entry_grads_kernel(
     support_logprobs,  # [nnz]
@@ -48,9 +52,15 @@ def _entry_grads_kernel(
     v_label,  # [N] out
     v_tail,  # [N] out
     v_entropy,  # [N] out
+    slots,  # [V] int32, see `HotIds`
+    matrix,  # [N, 2, S] out: 0 before
+    cold_grad,  # [nnz] out: of each row the entries here that are not hot, from its start on
+    cold_ids,  # [nnz] int32 out: their rows of the weight
+    cold_counts,  # [N] int32 out
     one_temperature,
     first_id,
     V,
+    S,
     PER_ROW: tl.constexpr,
     CHOSEN: tl.constexpr,
     THROUGH_V: tl.constexpr,
@@ -62,6 +72,7 @@ def _entry_grads_kernel(
     D_ENTROPY: tl.constexpr,
     D_FULL: tl.constexpr,
     ENTROPY_OVER_V: tl.constexpr,
+    HAS_HOT: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -127,6 +138,7 @@ def _entry_grads_kernel(
             tl.store(v_entropy + row, d_h_v)
     stop = tl.where((this == REPLAYED) | over, end, start)
     always = tl.where(over, start, end)
+    count = tl.zeros([], dtype=tl.int32)
     for first in range(start, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
         held = entry < end
@@ -151,6 +163,26 @@ def _entry_grads_kernel(
         own = read & (v >= first_id) & (v < first_id + V)
         tl.store(grad + entry, tl.where(own, dz, 0.0), mask=held)
         tl.store(rows + entry, row.to(tl.int32), mask=held)
+        if HAS_HOT:
+            slot = tl.load(slots + (v - first_id), mask=own, other=-1)
+            lay_out(matrix, row, slot, slot >= 0, dz, S)
+            cold = own & (slot < 0)
+            place = start + count + tl.cumsum(cold.to(tl.int32), axis=0) - 1
+            tl.store(cold_grad + place, dz, mask=cold)
+            tl.store(cold_ids + place, (v - first_id).to(tl.int32), mask=cold)
+            count += tl.sum(cold.to(tl.int32), axis=0)
+    if HAS_HOT:
+        tl.store(cold_counts + row, count)
+
+
+class LaidOut(NamedTuple):
+    """The gradients of hot entries as a matrix, and the list of the others of each row."""
+
+    hot: HotIds
+    matrix: Tensor  # [N, 2, S]
+    cold_grad: Tensor  # [nnz] from each row's start on
+    cold_ids: Tensor  # [nnz] int32, the rows of the weight
+    cold_counts: Tensor  # [N] int32
 
 
 class EntryGrads(NamedTuple):
@@ -160,16 +192,27 @@ class EntryGrads(NamedTuple):
     rows: Tensor  # [nnz] int32 each entry's row
     flags: Tensor  # [N] uint8: 1 where the row's hidden gradient is NaN
     over_v: Tensor  # [4, N]: the sum of the row's upstreams, the label's, the tail's, the entropy's
+    laid: LaidOut | None  # where the forward found hot ids
 
     @classmethod
-    def new(cls, call: HeadCall) -> "EntryGrads":
+    def new(cls, call: HeadCall, saved: RowOutputs) -> "EntryGrads":
         """Not written yet."""
         nnz, n, new = len(call.rows.ids), call.n, call.hidden.new_empty
+        laid = None
+        if saved.hot is not None:
+            laid = LaidOut(
+                hot=saved.hot,
+                matrix=new_matrix(n, saved.hot, call.hidden.dtype),
+                cold_grad=new(nnz, dtype=call.dtype),
+                cold_ids=new(nnz, dtype=torch.int32),
+                cold_counts=new(n, dtype=torch.int32),
+            )
         return cls(
             grad=new(nnz, dtype=call.dtype),
             rows=new(nnz, dtype=torch.int32),
             flags=new(n, dtype=torch.uint8),
             over_v=new(4, n if len(call.rows.over_v) else 0, dtype=call.dtype),
+            laid=laid,
         )
 
 
@@ -209,9 +252,12 @@ def entry_grads(
             out.rows,
             out.flags,
             *out.over_v,
+            saved.hot_slots,
+            *((None,) * 4 if out.laid is None else out.laid[1:]),
             logits.one_temperature,
             call.shard.first,
             len(call.weight),
+            len(saved.hot_ids),
             PER_ROW=logits.temperature is not None,
             CHOSEN=chosen is not None,
             THROUGH_V=out.over_v.shape[1] > 0,
@@ -223,6 +269,7 @@ def entry_grads(
             D_ENTROPY=d_entropy is not None,
             D_FULL=d_full is not None,
             ENTROPY_OVER_V=s.entropy == ENTROPY["full"],
+            HAS_HOT=out.laid is not None,
             ACC=logits.flags["ACC"],
             **width_block(call.n, len(rows.ids)),
         )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.loss_rows import rows_loss
 from rl_loss.kernels.loss_sums import COLUMNS, LARGEST_RATIO, PROGRAMS
 from rl_loss.kernels.loss_terms import (
@@ -33,6 +34,7 @@ def _width(offsets, row, N):
     return tl.load(offsets + row + 1, mask=there, other=0) - begin
 
 
+@launched
 @triton.jit
 def _loss_kernel(
     mask,  # [N] uint8
@@ -216,6 +218,7 @@ class Like(NamedTuple):
     dtype: torch.dtype
 
 
+@launched
 @triton.jit(do_not_specialize=["steps"])
 def _grads_kernel(
     slopes,  # [N] by token, [N] by tail, [nnz] by entry

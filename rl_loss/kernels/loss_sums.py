@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.loss_terms import at_most, expm1
 from rl_loss.kernels.records import ACC_TYPES
 from rl_loss.loss.metrics import METRICS
@@ -81,6 +82,7 @@ def _column(sums, column, programs, BLOCK: tl.constexpr):
     return tl.load(sums + column * programs + at, mask=at < programs, other=0.0)
 
 
+@launched
 @triton.jit
 def _totals_kernel(
     sums,  # [COLUMNS, programs]

@@ -8,11 +8,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_loss.csr import REPLAY
-from rl_loss.flat_rows import HeadArguments, HeadInputs, Needs, Upstreams, host_rows_over_v
+from rl_loss.flat_rows import (
+    HeadArguments,
+    HeadInputs,
+    Needs,
+    Upstreams,
+    host_rows_over_v,
+    next_record,
+)
 from rl_loss.host import launching_on
 from rl_loss.kernels.blocks import (
     BlockSums,
@@ -28,10 +37,13 @@ from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
 from rl_loss.kernels.gradient_sums import (
     HiddenSum,
     bias_sums,
+    hot_rows,
     new_weight_grad,
     sorted_entries,
     weight_sums,
 )
+from rl_loss.kernels.late_weight import LateWeight
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.own_entries import own_entries
 from rl_loss.kernels.records import HeadCall, RowOutputs, row_tensors
 from rl_loss.kernels.rows import normalise
@@ -40,7 +52,18 @@ from rl_loss.loss.metrics import combine_metrics
 from rl_loss.support import Support
 
 Loss = Callable[..., LossOutputs]
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
+
+_SCALED_AT_ONCE = 4096  # elements of a gradient that one program multiplies
+
+
+class Gradients(NamedTuple):
+    """None where not needed."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    late: LateWeight | None  # in the place of the weight's, where that goes into a buffer
+    most: int  # as `SortedEntries` has it
 
 
 def one_pass(given: HeadArguments, loss: Loss, per_token: dict[str, Tensor | None]) -> LossOutputs:
@@ -60,9 +83,10 @@ def one_pass(given: HeadArguments, loss: Loss, per_token: dict[str, Tensor | Non
     with torch.no_grad(), torch.autocast(device, enabled=False), launching_on(hidden):
         inputs = HeadInputs(shard.gather_rows(hidden), weight, bias)
         rows = rows._replace(labels=rows.labels.reshape(-1))
-        call = HeadCall(inputs, rows, scalars, shard, own_entries(rows, shard))
+        own, buffer = own_entries(rows, shard), given.grad_into
+        call = HeadCall(inputs, rows, scalars, shard, own, buffer)
         grads = batch.run(call, needs)
-    total = _WithGradients.apply(hidden, weight, bias, batch.total, grads)
+    total = _WithGradients.apply(hidden, weight, bias, batch.total, grads, given.into)
     metrics, counts = combine_metrics(batch.metrics)
     return LossOutputs(total, metrics, counts, batch.per_token.reshape(given.labels.shape))
 
@@ -71,23 +95,44 @@ class _WithGradients(torch.autograd.Function):
     """A loss whose gradients are there already."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, total, grads):
-        ctx.save_for_backward(*grads)
+    def forward(ctx, hidden, weight, bias, total, grads, into):
+        ctx.save_for_backward(*grads[:3], *(grads.late or ()))
+        ctx.into, ctx.most = into, grads.most
         return total.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        grads = (_scaled(grad, upstream) for grad in ctx.saved_tensors)
-        return *grads, None, None
+        saved = iter(ctx.saved_tensors)
+        d_hidden, d_weight, d_bias = (_scaled(next(saved), upstream) for _ in range(3))
+        late = next_record(LateWeight, saved)
+        if late is not None:
+            late.add(upstream, ctx.into.buffer, ctx.most)
+            d_weight = ctx.into.instead()
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+@launched
+@triton.jit
+def _scaled_kernel(grad, upstream, out, SIZE, BLOCK: tl.constexpr):
+    """The product is formed in the upstream's dtype, the wider one, and rounded when stored."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(grad + at, mask=at < SIZE, other=0.0).to(upstream.dtype.element_ty)
+    tl.store(out + at, g * tl.load(upstream), mask=at < SIZE)
 
 
 def _scaled(grad: Tensor | None, upstream: Tensor) -> Tensor | None:
-    """The product, formed in the wider dtype and rounded when stored: an upstream of one value
-    and not 0-dim counts as a tensor there."""
+    """The gradient, contiguous, times the 0-dim upstream; torch's own product of two dtypes takes
+    four times as long."""
     if grad is None:
         return None
-    return torch.mul(grad, upstream.reshape(1), out=torch.empty_like(grad))
+    out = torch.empty_like(grad)
+    if grad.numel():
+        with launching_on(grad):
+            _scaled_kernel[(triton.cdiv(grad.numel(), _SCALED_AT_ONCE),)](
+                grad, upstream, out, grad.numel(), BLOCK=_SCALED_AT_ONCE, num_warps=8
+            )
+    return out
 
 
 class _Span(NamedTuple):
@@ -119,7 +164,8 @@ class _Batch:
         n, v, rows = call.n, len(call.weight), call.rows
         self.per_token = call.hidden.new_zeros(n, dtype=call.dtype)
         self.total = self.per_token.new_zeros(())
-        out, grads = entry_logits(call), EntryGrads.new(call)
+        out = entry_logits(call)
+        grads = EntryGrads.new(call, out)
         if not call.shard.alone:
             of_all_ranks(call, out)
         normalise(call, out)
@@ -132,21 +178,26 @@ class _Batch:
         entry_grads(call, grads, out, upstreams)
         sums = BlockSums(call, needs)
         base = self._chunks(call, out, grads, sums) if some_over_v else None
-        d_weight = d_bias = None
-        hidden_sum = HiddenSum(call, needs)
+        d_weight = d_bias = late = None
+        hidden_sum = HiddenSum(call, needs, out.state)
         hidden_sum.start(grads, sums.hidden)
+        hot = hot_rows(call, grads, out.state, needs)
+        grads = grads._replace(laid=None)  # free for what follows
         if needs.weight or needs.bias:
-            entries = sorted_entries(call, grads, out.state)
+            entries = sorted_entries(call, grads, out, hot, needs)
         del grads  # free for what follows
-        if needs.weight:
+        if needs.weight and call.into is not None:
+            late = LateWeight.of(call.hidden, base, entries)
+        elif needs.weight:
             d_weight = new_weight_grad(call)
             if base is not None and not len(rows.ids):
                 d_weight[:v] = base
             else:
-                weight_sums(call, entries, slice(0, v), base, d_weight[:v])
+                weight_sums(call.hidden, entries, slice(0, v), base, d_weight[:v], into=False)
         if needs.bias and call.inputs.bias is not None:
             d_bias = bias_sums(entries, sums.bias, call.inputs.bias)
-        return hidden_sum.result() if needs.hidden else None, d_weight, d_bias
+        d_hidden = hidden_sum.result() if needs.hidden else None
+        return Gradients(d_hidden, d_weight, d_bias, late, 0 if late is None else entries.most)
 
     def _chunks(
         self, call: HeadCall, out: RowOutputs, grads: EntryGrads, sums: BlockSums

@@ -24,6 +24,7 @@ from rl_loss.kernels.entry_grads import EntryGrads, entry_grads
 from rl_loss.kernels.gradient_sums import (
     HiddenSum,
     bias_sums,
+    hot_rows,
     new_weight_grad,
     sorted_entries,
     weight_sums,
@@ -44,12 +45,12 @@ from rl_loss.vocab_parallel import Shard, outside_graphs, whole
 def kernel_head(given: HeadArguments, on: Tensor) -> tuple[Tensor, ...]:
     """logprobs `[...]`, support_logprobs `[nnz]`, tails `[...]`, entropy `[...]`, full_logprobs
     `[...]`, valid `[nnz]` bool; `on` is `active` on the device. Inactive rows are 0."""
-    return _KernelHead.apply(*given.inputs, *row_tensors(given, on), given.shard)[:6]
+    return _KernelHead.apply(*given.inputs, *row_tensors(given, on), given.shard, given.into)[:6]
 
 
 class _KernelHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, scalars, shard):
+    def forward(ctx, hidden, weight, bias, rows, scalars, shard, into):
         if torch.compiler.is_compiling():
             out = torch.ops.rl_loss.head_fwd(hidden, weight, bias, *rows, *scalars)
         else:
@@ -58,7 +59,7 @@ class _KernelHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[5:])
         ctx.save_for_backward(hidden, weight, bias, *rows, *out)
-        ctx.scalars, ctx.shard = scalars, shard
+        ctx.scalars, ctx.shard, ctx.into = scalars, shard, into
         return tuple(out)
 
     @staticmethod
@@ -66,8 +67,8 @@ class _KernelHead(torch.autograd.Function):
     def backward(ctx, *upstreams):
         upstreams, needs = Upstreams(*upstreams[:5]), Needs(*ctx.needs_input_grad[:3])
         if upstreams.none:
-            return (None,) * 6
-        if torch.compiler.is_compiling() and ctx.shard.alone:
+            return (None,) * 7
+        if torch.compiler.is_compiling() and ctx.shard.alone and ctx.into is None:
             given = *ctx.saved_tensors, *upstreams, *needs, *ctx.scalars
             grads = torch.ops.rl_loss.head_bwd(*given)
         else:
@@ -75,9 +76,12 @@ class _KernelHead(torch.autograd.Function):
             inputs, rows = next_record(HeadInputs, saved), next_record(RowTensors, saved)
             given = inputs, rows, ctx.scalars, ctx.shard
             outputs = next_record(RowOutputs, saved)
-            grads = outside_graphs(_backward, *given, outputs, upstreams, needs)
+            buffer = None if ctx.into is None else ctx.into.buffer
+            grads = outside_graphs(_backward, *given, outputs, upstreams, needs, buffer)
+            if ctx.into is not None and needs.weight:
+                grads = grads[0], ctx.into.instead(), grads[2]
         grads = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def head_fwd(call: HeadCall) -> RowOutputs:
@@ -93,7 +97,8 @@ def head_fwd(call: HeadCall) -> RowOutputs:
 def head_bwd(
     call: HeadCall, saved: RowOutputs, upstreams: Upstreams, needs: Needs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weight and bias; empty where not needed."""
+    """The gradients of hidden, weight and bias; empty where not needed. That of the weight is added
+    to the buffer of the call, where there is one, and is that buffer."""
     if not call.scalars.entropy:
         upstreams = upstreams._replace(entropy=None)
     if not call.scalars.full:
@@ -102,33 +107,38 @@ def head_bwd(
     if entropy_v is None and upstreams.full_logprobs is None:
         # Nothing reads what was taken of REPLAY rows over the vocabulary: it costs no product here.
         call = replace(call, rows=call.rows._replace(over_v=call.rows.normalised_v))
-    grads = EntryGrads.new(call)
+    grads, into = EntryGrads.new(call, saved), call.into
     entry_grads(call, grads, saved, upstreams)
     d_weight, d_bias = call.hidden.new_empty(0), call.hidden.new_empty(0)
     over_v, v = len(call.rows.over_v) > 0, len(call.weight)
-    sum_hidden = HiddenSum(call, needs)
+    sum_hidden = HiddenSum(call, needs, saved.state)
     if not over_v:
         sum_hidden.start(grads, None)
+    hot = hot_rows(call, grads, saved.state, needs)
+    if not over_v:
+        grads = grads._replace(laid=None)  # free for what follows
     if needs.weight or needs.bias:
-        entries = sorted_entries(call, grads, saved.state)
+        entries = sorted_entries(call, grads, saved, hot, needs)
     if not over_v:
         del grads  # free for what follows
     if needs.weight:
         d_weight = new_weight_grad(call)
-    # Without entries a block of the weight gradient is one product, written where it belongs.
-    alone = d_weight[:v] if needs.weight and not len(call.rows.ids) else None
-    sums = BlockSums(call, needs, alone)
+    # Without entries a block of the weight gradient is one product, written where it belongs; a
+    # buffer in the accumulation dtype takes the products and the entries one after the other.
+    alone = not len(call.rows.ids) or (into is not None and into.dtype == call.dtype)
+    sums = BlockSums(call, needs, d_weight[:v] if needs.weight and alone else None)
     if over_v:
         for block, dz in blocks_to_grads(call, saved, upstreams, grads.over_v, sums):
             if block.last and block.ids.stop == v and not call.shard.alone:
                 sum_hidden.start(grads, sums.hidden)  # on its way while the rest is multiplied
             part = sums.add_to_weight(block, dz)
             if part is not None:
-                weight_sums(call, entries, block.ids, part, d_weight[block.ids])
+                some = block.ids, part, d_weight[block.ids]
+                weight_sums(call.hidden, entries, *some, into is not None)
             del block, dz, part  # the memory of a block is not held any longer than it is needed
         sum_hidden.start(grads, sums.hidden)
-    elif needs.weight:
-        weight_sums(call, entries, slice(0, v), None, d_weight[:v])
+    if needs.weight and (not over_v or (sums.all_into and len(call.rows.ids))):
+        weight_sums(call.hidden, entries, slice(0, v), None, d_weight[:v], into is not None)
     if call.inputs.bias is not None and needs.bias:
         d_bias = bias_sums(entries, sums.bias, call.inputs.bias)
     return sum_hidden.result(), d_weight, d_bias
@@ -153,10 +163,11 @@ def _backward(
     saved: RowOutputs,
     upstreams: Upstreams,
     needs: Needs,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     hidden = inputs.hidden
     with launching_on(hidden), torch.autocast(hidden.device.type, enabled=False):
-        call = HeadCall(inputs, rows, scalars, shard, own_entries(rows, shard))
+        call = HeadCall(inputs, rows, scalars, shard, own_entries(rows, shard), into)
         return head_bwd(call, saved, upstreams, needs)
 
 

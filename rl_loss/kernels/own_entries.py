@@ -7,11 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_loss.kernels.launching import launched
 from rl_loss.kernels.records import OwnEntries, RowTensors
 from rl_loss.plan import width_block
 from rl_loss.vocab_parallel import PRIME, Shard
 
 
+@launched
 @triton.jit
 def _own_kernel(
     ids,  # [nnz] int32

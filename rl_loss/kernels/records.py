@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_loss.csr import DRAWS, FAILED, HEAD, NONE, REPLAY
 from rl_loss.flat_rows import HeadArguments, HeadInputs, rows_over_v
-from rl_loss.plan import HeadPlan
+from rl_loss.plan import HeadPlan, forward_slots
 from rl_loss.support import Support
 from rl_loss.validation import check_recorded
 from rl_loss.vocab_parallel import Shard
@@ -77,12 +77,19 @@ class RowOutputs(NamedTuple):
     lse: Tensor  # [N]
     lse_v: Tensor  # [N], empty where no row is over the vocabulary
     state: Tensor  # [N] uint8
+    hot_slots: Tensor  # [V] int32 see `HotIds`; empty where the forward looks for no frequent ids
+    hot_ids: Tensor  # [S] int32
+    hot_used: Tensor  # [1] int32
 
     @classmethod
     def new(cls, inputs: HeadInputs, rows: RowTensors, scalars: HeadScalars) -> "RowOutputs":
         """Not written yet."""
         new, shape, n = inputs.hidden.new_empty, rows.labels.shape, rows.labels.numel()
         dtype, nnz = inputs.dtype, rows.ids.shape[0]
+        slots = 0
+        if may_be_hot(inputs, scalars):
+            slots = forward_slots(n, nnz, rows.tiles.shape[0], inputs.hidden.shape[1])
+        v, one = (inputs.weight.shape[0], 1) if slots else (0, 0)
         return cls(
             logprobs=new(shape, dtype=dtype),
             support_logprobs=new(nnz, dtype=dtype),
@@ -93,7 +100,30 @@ class RowOutputs(NamedTuple):
             lse=new(n, dtype=dtype),
             lse_v=new(n if rows.over_v.shape[0] else 0, dtype=dtype),
             state=new(n, dtype=torch.uint8),
+            hot_slots=new(v, dtype=torch.int32),
+            hot_ids=new(slots, dtype=torch.int32),
+            hot_used=new(one, dtype=torch.int32),
         )
+
+    @property
+    def hot(self) -> "HotIds | None":
+        """The frequent ids, where the forward looks for them."""
+        return HotIds(self.hot_slots, self.hot_ids, self.hot_used) if len(self.hot_ids) else None
+
+
+class HotIds(NamedTuple):
+    """The most frequent ids of a batch, of those whose rows of the weight are here; a slot each."""
+
+    slots: Tensor  # [V] int32, -1 where an id is not frequent
+    ids: Tensor  # [S] int32, -1 where a slot is not used
+    used: Tensor  # [1] int32 how many slots are used, the first ones
+
+
+def may_be_hot(inputs: HeadInputs, scalars: HeadScalars) -> bool:
+    """Whether a product of frequent ids is exact enough, and has a cell for every entry: an id
+    that was drawn twice in a row has two entries for one."""
+    low = inputs.hidden.dtype == inputs.weight.dtype == torch.bfloat16
+    return low and not scalars.any_draws
 
 
 class OwnEntries(NamedTuple):
@@ -122,6 +152,7 @@ class HeadCall:
     scalars: HeadScalars
     shard: Shard
     own: OwnEntries | None  # None: all entries are here
+    into: Tensor | None = None  # [rows of the weight, H]: what its gradient is added to
 
     @cached_property
     def n(self) -> int:

@@ -1,7 +1,7 @@
-"""Kernels of rows and their entries: the logits of entries, and what a row makes of them.
+"""What a row makes of the logits of its entries: log-probabilities, tail and entropy.
 
-Every kernel addresses rows and entries with int64, and reads nothing of an inactive row but its
-flag. A row that breaks a rule which only the device can see is NaN.
+Rows and entries are addressed with int64, and of an inactive row nothing is read but its flag. A
+row that breaks a rule which only the device can see is NaN.
 """
 
 import torch
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_loss.kernels.logits import inverse_of, logit
+from rl_loss.kernels.launching import launched
+from rl_loss.kernels.logits import inverse_of
 from rl_loss.kernels.records import (
     BROKEN,
     KIND_DRAWS,
@@ -24,104 +25,7 @@ from rl_loss.kernels.records import (
     HeadCall,
     RowOutputs,
 )
-from rl_loss.plan import TILE, width_block
-
-_MOST_COLUMNS = 4096  # of a hidden row in one block of registers
-
-
-@triton.jit
-def _logits_kernel(
-    hidden,  # [N, H]
-    weight,  # [V, H]
-    bias,  # [V]
-    ids,  # [nnz] int32
-    offsets,  # [N + 1] int64
-    tiles,  # [T] int64: row << 32 | number of the tile in its row
-    within,  # [nnz] int32 the entries that count, see `OwnEntries`; None: all
-    counts,  # [N] int32
-    active,  # [N] uint8
-    temperature,  # [N]
-    z,  # [nnz] out
-    one_temperature,
-    H,
-    V,
-    sh0,
-    sh1,
-    sw0,
-    sw1,
-    HAS_OWN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SCALE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FAR: tl.constexpr,
-    WHOLE_H: tl.constexpr,
-    TILE: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    REST_H: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """Logits of one tile of a row's entries; the hidden row stays in registers where it fits, of
-    BLOCK_H columns or of as many and REST_H more (blocks are powers of two, H is none above 4096
-    in most models)."""
-    tile = tl.load(tiles + tl.program_id(0))
-    row = tile >> 32
-    on = True
-    if HAS_ACTIVE:
-        on = tl.load(active + row) != 0
-    if on:
-        begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
-        if HAS_OWN:
-            end = begin + tl.load(counts + row)
-        start = begin + (tile & 0xFFFFFFFF) * TILE
-        end = tl.minimum(end, start + TILE)
-        inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)
-        columns = tl.arange(0, BLOCK_H)
-        if FAR:
-            columns = columns.to(tl.int64)
-        h_row = hidden + row * sh0
-        h = tl.load(h_row + columns * sh1, mask=columns < H, other=0.0).to(ACC)
-        if REST_H:
-            rest = BLOCK_H + tl.arange(0, REST_H).to(columns.dtype)
-            h_rest = tl.load(h_row + rest * sh1, mask=rest < H, other=0.0).to(ACC)
-        for first in range(start, end, R):
-            entry = first + tl.arange(0, R)
-            there = entry < end
-            if HAS_OWN:
-                entry = begin + tl.load(within + entry, mask=there, other=0)
-            v = tl.load(ids + entry, mask=there, other=0).to(tl.int64)
-            held = there & (v >= 0) & (v < V)
-            w_rows = weight + v[:, None] * sw0
-            if WHOLE_H:
-                w = tl.load(
-                    w_rows + columns[None, :] * sw1,
-                    mask=held[:, None] & (columns < H)[None, :],
-                    other=0.0,
-                )
-                raw = tl.sum(w.to(ACC) * h[None, :], axis=1)
-                if REST_H:
-                    w_rest = tl.load(
-                        w_rows + rest[None, :] * sw1,
-                        mask=held[:, None] & (rest < H)[None, :],
-                        other=0.0,
-                    )
-                    raw += tl.sum(w_rest.to(ACC) * h_rest[None, :], axis=1)
-            else:
-                raw = tl.zeros([R], dtype=ACC)
-                for at in range(0, H, BLOCK_H):
-                    c = at + columns
-                    part = tl.load(h_row + c * sh1, mask=c < H, other=0.0).to(ACC)
-                    w = tl.load(
-                        w_rows + c[None, :] * sw1,
-                        mask=held[:, None] & (c < H)[None, :],
-                        other=0.0,
-                    )
-                    raw += tl.sum(w.to(ACC) * part[None, :], axis=1)
-            raw = logit(raw, bias, v, held, inverse, HAS_BIAS, SOFTCAP, SCALE, ROUND)
-            tl.store(z + entry, raw, mask=there)
+from rl_loss.plan import width_block
 
 
 @triton.jit
@@ -132,6 +36,7 @@ def _online(top, total, z):
     return up, total * tl.exp(top - shift) + tl.exp(z - shift)
 
 
+@launched
 @triton.jit
 def _rows_kernel(
     support_logprobs,  # [nnz] in: logits, out: log-probabilities
@@ -279,52 +184,6 @@ def _rows_kernel(
             rest = a + s * (m - norm_v)
             h -= tl.where(disordered & (s > 0), tl.exp(m - norm_v) * rest, 0.0)
         tl.store(entropy + row, tl.where(bad, nan, tl.where(replay | over, h, 0.0)))
-
-
-def _logits_shape(h: int, max_width: int) -> dict[str, int | bool]:
-    """The block of the logits kernel: weight rows at a time and columns held in registers."""
-    # At least 256 columns: narrower, the threads of a warp would hold the same values twice.
-    block = min(max(triton.next_power_of_2(h), 256), _MOST_COLUMNS)
-    rest = triton.next_power_of_2(h - block) if block < h <= 2 * block else 0
-    # Measured at H 2048: one warp and two rows are best once rows are wide (benchmarks/NOTES.md).
-    rows, warps = (8, 4) if max_width <= 16 else (2, 1)
-    scale = max(1, triton.next_power_of_2(block + rest) // 2048)
-    shape = {"R": max(1, rows // scale), "num_warps": min(8, warps * scale)}
-    if block < block + rest < 1.5 * block:  # H 5120
-        shape = {"R": 1, "num_warps": 2}
-    elif rest:  # H 7168, 8192
-        shape = {"R": 4, "num_warps": 4}
-    return {"WHOLE_H": h <= block + rest, "BLOCK_H": block, "REST_H": rest, **shape}
-
-
-def gathered_logits(call: HeadCall, z: Tensor) -> None:
-    """Writes the logits of all entries in the tiles to `z` `[nnz]`: one launch."""
-    hidden, weight, rows, logits = call.hidden, call.weight, call.rows, call.logit
-    if len(rows.tiles):
-        h = hidden.shape[1]
-        _logits_kernel[(len(rows.tiles),)](
-            hidden,
-            weight,
-            logits.bias,
-            call.own_ids,
-            rows.offsets,
-            rows.tiles,
-            *(call.own or (None, None))[:2],
-            call.active,
-            logits.temperature,
-            z,
-            logits.one_temperature,
-            h,
-            len(weight),
-            *hidden.stride(),
-            *weight.stride(),
-            HAS_OWN=call.own is not None,
-            HAS_ACTIVE=rows.active is not None,
-            FAR=max(hidden.stride(1), weight.stride(1)) * h >= 2**31,
-            TILE=TILE,
-            **logits.flags,
-            **_logits_shape(h, call.scalars.max_width),
-        )
 
 
 def normalise(
