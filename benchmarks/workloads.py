@@ -79,8 +79,8 @@ def data_folder() -> Path | None:
     return Path(given) if there else None
 
 
-def real_rows(folder: Path) -> tuple[Workload, dict[str, np.ndarray]]:
-    """SmolLM2-135M's own top-p 0.95 supports, hidden states and head, and the raw arrays."""
+def real_support(folder: Path) -> tuple[Support, dict[str, np.ndarray]]:
+    """SmolLM2-135M's own top-p 0.95 supports, and the raw arrays."""
     import numpy as np
 
     arrays = dict(np.load(folder / "smollm2_top_p95.npz"))
@@ -94,6 +94,14 @@ def real_rows(folder: Path) -> tuple[Workload, dict[str, np.ndarray]]:
         kind=torch.ones(len(counts), dtype=torch.int8),
         sampler_tail_mass=torch.zeros(len(counts)),
     )
+    return support, arrays
+
+
+def real_rows(folder: Path) -> tuple[Workload, dict[str, np.ndarray]]:
+    """These supports with the model's hidden states and head, and the raw arrays."""
+    import numpy as np
+
+    support, arrays = real_support(folder)
     workload = _with_upstream(
         "real",
         torch.from_numpy(arrays["hidden"]).float(),

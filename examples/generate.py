@@ -25,15 +25,18 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--top-k", type=int, default=0, help="0: none")
     parser.add_argument("--tokens", type=int, default=16, help="to sample after each prompt")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default)
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.model:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**TINY, initializer_range=0.2, eos_token_id=None))
+    model = model.to(args.device)
 
     # The sampler: the recorder sees the logits after everything that `generate` does to them.
-    prompts = torch.randint(model.config.vocab_size, (8, 4))
+    prompts = torch.randint(model.config.vocab_size, (8, 4)).to(args.device)
     recorder = SupportRecorder()
     sequences = model.generate(
         prompts,
@@ -58,7 +61,7 @@ def main() -> None:
     weight, options = model.get_output_embeddings().weight, logit_options(model)
     options |= {"active": rows.active, "temperature": args.temperature}
     output = fused_lm_head(hidden, weight, rows.labels, rows.support, **options)
-    advantages = torch.randn(len(sequences), 1).expand(sequences.shape)  # of a sequence, as a rule
+    advantages = torch.randn(len(sequences), 1).to(args.device).expand(sequences.shape)
     inputs = LossInputs.from_head(output, advantages=advantages, **rows.per_token)
     loss = icepop_loss(inputs)
     (loss.loss / rows.active.sum()).backward()

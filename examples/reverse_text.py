@@ -1,4 +1,4 @@
-"""Reinforcement learning of a tiny language model on its own sampler's supports, on the CPU.
+"""Reinforcement learning of a tiny language model on its own sampler's supports.
 
 The task: read `abcde>` and write `edcba`. A short supervised warm-up on poor answers (one symbol
 in four is right) teaches a little of it. Then a separate copy of the model samples completions
@@ -8,7 +8,9 @@ trainer learns from them. `rl_loss` makes that exact: the sampler records what i
 expected score off every token's update (`icepop_loss`).
 
     python examples/reverse_text.py
-    python examples/reverse_text.py --sampler int8 --stale 4 --no-centering --out drift.png
+    python examples/reverse_text.py --sampler int8 --stale 4 --no-centering --out stale.png
+
+`arms.py` takes a real model, and compares ways to train it over seeds.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import matplotlib
 import torch
@@ -49,6 +52,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 LOSSES = {"icepop": icepop_loss, "ipo": ipo_loss, "reinforce": reinforce_loss}
+LARGEST = {"int8": 127, "fp8": 448}  # numbers of the sampler's weights
 CURVES = {  # what a step prints and the picture shows: the name of the loss's metric
     "mismatch_kl": "mismatch_kl",
     "is_masked": "is_masked",
@@ -71,8 +75,9 @@ class ReverseText:
     length: int
 
     def prompts(self, count: int) -> Tensor:  # [count, length + 1]
-        text = self.symbols[torch.randint(len(self.symbols), (count, self.length))]
-        return torch.cat([text, torch.full((count, 1), self.separator)], 1)
+        at = torch.randint(len(self.symbols), (count, self.length)).to(self.symbols.device)
+        text = self.symbols[at]
+        return torch.cat([text, text.new_full((count, 1), self.separator)], 1)
 
     def answers(self, prompts: Tensor) -> Tensor:  # [B, length]
         return prompts[:, :-1].flip(1)
@@ -97,13 +102,22 @@ def tiny_model_and_symbols() -> tuple[nn.Module, list[int]]:
     return Qwen3ForCausalLM(config), list(range(len(characters)))
 
 
+def folder_of(model: str) -> tuple[Path, dict[str, str]]:
+    """The folder of a model, and what its `from_pretrained` has to be told."""
+    path = Path(model)
+    return (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+
+
 def model_and_symbols_of(directory: str) -> tuple[nn.Module, list[int]]:
-    """Any causal language model on disk; letters where its tokenizer has them as tokens."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    """Any causal language model on disk, a GGUF file too; letters where its tokenizer has them."""
+    path, given = folder_of(directory)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **given)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        encoded = [tokenizer.encode(c, add_special_tokens=False) for c in string.ascii_lowercase]
-        symbols = sorted({ids[0] for ids in encoded if len(ids) == 1} - {tokenizer.unk_token_id})
+        tokenizer = AutoTokenizer.from_pretrained(path, **given)
+        characters = string.ascii_lowercase + ">"
+        encoded = [tokenizer.encode(c, add_special_tokens=False) for c in characters]
+        found = dict.fromkeys(ids[0] for ids in encoded if len(ids) == 1)
+        symbols = [id for id in found if id != tokenizer.unk_token_id]
     except (OSError, ValueError):
         symbols = []
     return model, symbols if len(symbols) > 16 else list(range(min(27, model.config.vocab_size)))
@@ -113,17 +127,20 @@ def model_and_symbols_of(directory: str) -> tuple[nn.Module, list[int]]:
 
 
 def coarse_weights(model: nn.Module, sampler: str) -> dict[str, Tensor]:
-    """The model's weights as the sampler sees them: bfloat16, Linear weights int8 if asked."""
+    """The model's weights as the sampler sees them: bfloat16, those of Linear layers rounded to
+    int8 or fp8 (e4m3) if asked, with a scale a row."""
     weights = {
         name: tensor.bfloat16() if tensor.is_floating_point() else tensor.clone()
         for name, tensor in model.state_dict().items()
     }
-    if sampler == "int8":
+    if sampler in LARGEST:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 weight = module.weight.detach()
-                scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
-                weights[f"{name}.weight"] = ((weight / scale).round() * scale).bfloat16()
+                scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / LARGEST[sampler]
+                coarse = weight / scale
+                coarse = coarse.round() if sampler == "int8" else coarse.to(torch.float8_e4m3fn)
+                weights[f"{name}.weight"] = (coarse.float() * scale).bfloat16()
     return weights
 
 
@@ -131,7 +148,7 @@ def coarse_weights(model: nn.Module, sampler: str) -> dict[str, Tensor]:
 class Rollouts:
     completions: Tensor  # [B, L] token ids
     logprobs: Tensor  # [B, L] log q of each token
-    support: Support  # B * L rows: what the sampler kept at each token
+    support: Support  # B * L rows, on the host: what the sampler kept at each token
 
 
 @torch.no_grad()
@@ -150,7 +167,7 @@ def rollout(sampler: nn.Module, prompts: Tensor, length: int, warpers: list) -> 
         rows = capture_support(logits, sampled, kind=RowKind.REPLAY)
         completions.append(sampled)
         logprobs.append(rows.sampled_logprobs)
-        supports.append(rows.to_support())
+        supports.append(rows.to_support().to("cpu"))
         tokens = sampled[:, None]
     # The rows were recorded token by token; the trainer wants them sequence by sequence.
     by_sequence = torch.arange(length * len(prompts)).view(length, -1).T.flatten()
@@ -173,7 +190,7 @@ def warm_up(model: nn.Module, head, task: ReverseText, steps: Iterable) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     for _ in steps:
         prompts = task.prompts(256)
-        right = torch.rand(len(prompts), task.length) < 0.25
+        right = (torch.rand(len(prompts), task.length) < 0.25).to(prompts.device)
         taught = torch.where(right, task.answers(prompts), task.prompts(len(prompts))[:, :-1])
         logprobs = head(completion_hidden(model, prompts, taught), labels=taught).logprobs
         optimizer.zero_grad()
@@ -191,7 +208,8 @@ def group_advantages(rewards: Tensor, samples: int) -> Tensor:
 def train(args: argparse.Namespace, bar: Progress) -> dict[str, list[float]]:
     torch.manual_seed(args.seed)
     model, ids = model_and_symbols_of(args.model) if args.model else tiny_model_and_symbols()
-    task = ReverseText(torch.tensor(ids[:-1]), ids[-1], args.length)
+    model = model.to(args.device)
+    task = ReverseText(torch.tensor(ids[:-1], device=args.device), ids[-1], args.length)
     weight = model.get_output_embeddings().weight
     head = partial(fused_lm_head, weight=weight, **logit_options(model))
     loss = partial(LOSSES[args.loss], score_centering=args.centering)
@@ -218,7 +236,8 @@ def train(args: argparse.Namespace, bar: Progress) -> dict[str, list[float]]:
         advantages = group_advantages(rewards, args.samples)
 
         hidden = completion_hidden(model, prompts, data.completions)
-        output = head(hidden, labels=data.completions, support=data.support)
+        support = data.support.to(args.device)
+        output = head(hidden, labels=data.completions, support=support)
         inputs = LossInputs.from_head(
             output,
             inference_logprobs=data.logprobs,
@@ -260,9 +279,10 @@ def main() -> None:
     add("--no-centering", dest="centering", action="store_false", help="no score centering")
     add("--top-p", type=float, default=0.95)
     add("--top-k", type=int, default=0, help="0: none")
-    add("--sampler", choices=("bfloat16", "int8"), default="bfloat16", help="its weights")
+    add("--sampler", choices=("bfloat16", *LARGEST), default="bfloat16", help="its weights")
     add("--stale", type=int, default=0, help="steps that the sampler's weights are behind")
     add("--model", metavar="DIR", help="a Hugging Face causal LM on disk; else a tiny Qwen3")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=80)
     add("--length", type=int, default=5, help="symbols to reverse")

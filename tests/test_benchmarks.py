@@ -13,12 +13,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks stand beside the tests
 
-from benchmarks import lm_head, measure, padded_ways, tables, torch_ways
+from benchmarks import lm_head, measure, padded_ways, step, tables, torch_ways
 from benchmarks.exact import exact
 from benchmarks.package_ways import liger_scaled, trl
 from benchmarks.peers import PEERS
 from benchmarks.presets import GROUPS, PRESETS, usual
 from benchmarks.progress import Progress, expected_seconds, told
+from benchmarks.step_heads import HEADS, Rows
 from benchmarks.workloads import NotRun, full_vocabulary, zipf_rows
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,7 @@ def on_a_cpu(request, monkeypatch):
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(step, "RESULTS", tmp_path)
     tables.pyplot.cache_clear()
     lm_head.once.cache_clear()
     yield tmp_path
@@ -314,3 +316,59 @@ def test_the_capture_benchmark_prints_plainly(capsys):
 
     tables.show("capture", run(8, 300, 400, 1)["capture"], more_digits=1)
     assert "| rl_loss, REPLAY " in capsys.readouterr().out
+
+
+# --- a training step ---
+
+
+def test_a_step_runs_and_saves(results, capsys):
+    step.main(["--preset", "tiny", "--repeats", "1", "--save", "made"])
+    rows = json.loads((results / "made.json").read_text())["rows"]
+    assert [row["head"] for row in rows] == ["trunk", *HEADS]
+    assert all(row["tokens_a_second"] > 0 and not row["note"] for row in rows)
+    printed = capsys.readouterr().out
+    assert all(f"| {head.title} " in printed for head in HEADS.values())
+    assert (results / "made.png").exists() == (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu(results):
+    step.main(["--preset", "tiny", "--repeats", "1", "--save", "made"])
+    for row in json.loads((results / "made.json").read_text())["rows"]:
+        assert not row["note"], row
+        assert row["peak_gib"] > row["held_gib"] > 0
+        assert row["longest"] == (None if row["head"] == "one-pass" else 1024)
+
+
+def test_a_step_trains_with_every_head(results):
+    preset = step.PRESETS["tiny"]
+    batch = step.Batch(preset, "cpu")
+    weights = {}
+    for head in ("trunk", *HEADS):
+        model = step.Model(batch.v, 32, preset.layers, "cpu")
+        before = model.trunk.blocks[0].qkv.weight.detach().clone()
+        model.step(head, batch.tokens(preset.tokens), batch.rows(preset.tokens))
+        weights[head] = model.weight.detach()
+        assert not torch.equal(model.trunk.blocks[0].qkv.weight, before)
+    assert not torch.equal(weights["ours"], weights["trunk"])
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_heads_of_a_step_compute_one_loss(head):
+    work = uneven()
+    with torch.no_grad():
+        logprobs = torch_ways.full_log_softmax(work)[0]
+    q = logprobs - 0.1 * torch.rand(len(logprobs), generator=torch.Generator().manual_seed(3))
+    rows = Rows(work.labels, work.support, q.clamp(max=0.0), -work.d_logprobs)
+
+    def gradients(name, dtype):
+        hidden, weight = (x.to(dtype).requires_grad_() for x in (work.hidden, work.weight))
+        loss = HEADS[name].loss(hidden, weight, rows)
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    exact = gradients("ours", torch.float64)
+    assert exact[1].norm() > 0.1
+    plain = gradients("full", torch.float32)
+    for got, wanted, other in zip(gradients(head, torch.float32), exact, plain, strict=True):
+        bound = 2 * measure.relative_error(other, wanted)
+        assert measure.relative_error(got, wanted) <= bound + 10 * torch.finfo(torch.float32).eps

@@ -1,6 +1,8 @@
 """The examples run with every option, and on several ranks alike; slow: they learn."""
 
+import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -49,6 +51,14 @@ def test_options(monkeypatch, capsys, tmp_path, options):
     assert steps == [("0", "0")] * 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_it_runs_on_a_gpu(monkeypatch, capsys, tmp_path):
+    printed = run(monkeypatch, capsys, tmp_path, *QUICK, "--device", "cuda", "--sampler", "fp8")
+    steps = re.findall(r"^step +\d+ .*uncentered (\S+) .*tail_mass (\S+)", printed, re.MULTILINE)
+    assert steps == [("0", "0")] * 2
+
+
 def test_any_model_on_disk(monkeypatch, capsys, tmp_path):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -76,6 +86,150 @@ def test_it_learns(monkeypatch, capsys, tmp_path, seed):
     assert last > 0.75
     steps = re.findall(r"^step +\d+ .*uncentered (\S+) .*tail_mass (\S+)", printed, re.MULTILINE)
     assert steps == [("0", "0")] * 80
+
+
+# --- where a policy drifts ---
+
+
+def example(monkeypatch, name: str):
+    """A module of the examples, which find each other as scripts do."""
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    return importlib.import_module(name)
+
+
+def drift(monkeypatch, tmp_path, *options: str) -> dict[tuple, dict[str, dict[str, list[float]]]]:
+    """What `drift.py` writes, by rule, kind of rows, centering, sigma and top_p."""
+    module = example(monkeypatch, "drift")
+    out = tmp_path / "drift"
+    monkeypatch.setattr(sys, "argv", ["drift.py", "--out", str(out), *options])
+    module.main()
+    arms = json.loads(out.with_suffix(".json").read_text())["arms"]
+    names = ("rule", "centering", "size")
+    return {
+        (arm["group"], *(arm["way"][name] for name in names), arm["kind"], arm["sigma"]): arm
+        for arm in arms
+        if not arm["redrawn"]
+    }
+
+
+def test_the_expected_drift_is_what_theory_says(monkeypatch, tmp_path, capsys):
+    arms = drift(monkeypatch, tmp_path, "--seeds", "2", "--steps", "4", "--batch", "8")
+    assert (tmp_path / "drift.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert printed.count("| reinforce ") == 4 + 4 + 8 + 8 + 6
+    moved = {key: max(arm["expected"]["drift"]) for key, arm in arms.items() if "expected" in arm}
+    for (group, rule, centering, _, kind, sigma), kl in moved.items():
+        replayed = kind == "REPLAY"
+        biased = {
+            "rules": rule == "reinforce" or (sigma == 1 and rule in ("TIS", "icepop")),
+            "controls": False,  # p = q
+            "kept set": not replayed or (rule == "reinforce" and sigma > 0),
+            "head": rule == "reinforce" or sigma == 1,  # icepop rejects at 1, and in the tail
+        }
+        if (centering and group != "head") or not biased[group]:
+            assert kl < 2e-6, (group, rule, centering, kind, sigma)
+        elif group != "head" and rule == "reinforce" and sigma > 0:
+            assert kl > 5e-5, (group, rule, centering, kind, sigma)
+    # More top ids leave less; draws leave noise alone, the less of it the more there are.
+    tops = [moved["head", "reinforce", True, size, "HEAD", 1.0] for size in (1, 2, 4, 8)]
+    assert tops == sorted(tops, reverse=True)
+
+
+def test_the_part_of_a_seed_does_not_depend_on_the_others(monkeypatch, tmp_path, capsys):
+    quick = ("--groups", "rules", "--steps", "3", "--batch", "8")
+    one, two = (drift(monkeypatch, tmp_path, *quick, "--seeds", n) for n in ("1", "2"))
+    for key, arm in one.items():
+        assert arm["sampled"]["drift"] == two[key]["sampled"]["drift"][:1]
+
+
+@pytest.mark.slow
+def test_what_is_told_of_drift(monkeypatch, tmp_path, capsys):
+    arms = drift(monkeypatch, tmp_path, "--groups", "rules")
+
+    def ends(centering: bool, kind: str, name: str) -> float:
+        size = 16 if centering else 0
+        values = arms["rules", "reinforce", centering, size, kind, 0.3]["sampled"][name]
+        return sum(values) / len(values)
+
+    assert ends(False, "NONE", "drift") > 1.5
+    assert ends(False, "NONE", "p_best") < 0.05
+    assert ends(True, "REPLAY", "drift") < 0.005
+    assert ends(True, "REPLAY", "p_best") > 0.98
+
+
+# --- arms side by side ---
+
+SMALL = ("--model", "tiny", "--device", "cpu", "--prompts", "4", "--samples", "2", "--steps", "3")
+SMALL += ("--warmup-steps", "2", "--evaluated", "4", "--length", "3")
+
+
+def arms(monkeypatch, out: Path, *options: str) -> dict:
+    """What `arms.py` writes."""
+    module = example(monkeypatch, "arms")
+    monkeypatch.setattr(sys, "argv", ["arms.py", *SMALL, "--out", str(out), *options])
+    module.main()
+    return json.loads(out.read_text()) if out.exists() else {}
+
+
+def test_arms_are_what_they_say(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "arms.json"
+    made = arms(monkeypatch, out, "--seeds", "0")
+    runs = {run["arm"]: run for run in made["runs"]}
+    assert list(runs) == list(example(monkeypatch, "arm_runs").ARMS)
+    for name, run in runs.items():
+        curves = run["curves"]
+        assert all(len(values) == 3 for values in curves.values())
+        assert curves["uncentered"] == [1.0 if name == "no-replay" else 0.0] * 3
+        assert all(run["milliseconds"][part] >= 0 for part in ("rollout", "trunk", "head, loss"))
+    # One warm-up, one seed: the first rollout of equal samplers is the same.
+    first = {name: run["curves"]["reward"][0] for name, run in runs.items()}
+    assert first["replay"] == first["top-k"] == first["no-replay"] == first["stale"]
+    # Without replay every ratio is low by the kept mass, and a coarser sampler is further off.
+    ratios = {name: run["curves"]["ratio"][0] for name, run in runs.items()}
+    assert abs(ratios["replay"] - 1) < 0.01
+    assert ratios["no-replay"] < 0.98
+    mismatch = {name: run["curves"]["mismatch_kl"][0] for name, run in runs.items()}
+    assert mismatch["fp8"] > 3 * mismatch["replay"]
+    assert list(made["heads"]) == ["ours", "one-pass", "padded", "full"]
+
+    picture = example(monkeypatch, "arms_picture")
+    monkeypatch.setattr(sys, "argv", ["arms_picture.py", str(out)])
+    picture.main()
+    assert (tmp_path / "arms.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"| {run['about']} ") == 2 for run in runs.values())
+
+
+def test_arms_go_on_where_they_were_cut(monkeypatch, tmp_path, capsys):
+    out, cut, whole = tmp_path / "arms.json", ("--arms", "replay", "fp8"), ("--seeds", "0", "1")
+    arms(monkeypatch, out, "--arms", "replay", "--no-heads", "--seeds", "0")
+    made = arms(monkeypatch, out, *cut, "--no-heads", *whole)
+    keys = [(run["seed"], run["arm"]) for run in made["runs"]]
+    assert keys == [(0, "replay"), (0, "fp8"), (1, "replay"), (1, "fp8")]
+    # In one go they are the same.
+    again = arms(monkeypatch, tmp_path / "again.json", *cut, "--no-heads", *whole)
+    for one, other in zip(made["runs"], again["runs"], strict=True):
+        assert one["curves"] == other["curves"]
+        assert one["last"] == other["last"]
+    with pytest.raises(SystemExit, match="other settings"):
+        arms(monkeypatch, out, "--lr", "1")
+    capsys.readouterr()
+    late = ("--arms", "replay", "--no-heads", "--minutes", "0")
+    assert arms(monkeypatch, tmp_path / "none.json", *late) == {}
+    assert "run it again" in capsys.readouterr().out
+
+
+def test_the_words_of_a_tokenizer(monkeypatch, tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["a", "b", ">", "Ġ", "Ġthe", "Ġof", "Ġand", "the", "ĠThe", "Ġcat", "Ġc4t", "Ġdogs"]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    found = example(monkeypatch, "arm_runs").words_of(str(tmp_path), 3)
+    assert [tokens[i] for i in found] == ["Ġthe", "Ġand", "Ġcat"]
 
 
 # --- in TRL's trainer ---

