@@ -111,7 +111,7 @@ def main() -> None:
     add("--length", type=int, default=5, help="words or letters to reverse")
     add("--prompts", type=int, default=24, help="prompts a step")
     add("--samples", type=int, default=8, help="samples a prompt")
-    add("--steps", type=int, default=40)
+    add("--steps", type=int, default=60)
     add("--lr", type=float, default=4e-5)
     add("--warmup-lr", type=float, default=3e-5)
     add("--warmup-reward", type=float, default=0.2)
