@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from dataclasses import asdict, dataclass
 from itertools import islice
+from statistics import median
 
 import torch
 from reverse_text import (
@@ -74,11 +75,11 @@ def words_of(model: str, count: int) -> list[int]:
 
 
 class Parts:
-    """Seconds of a step by part, the device's work included, and the most memory each held."""
+    """Seconds of steps by part, the device's work included, and the most memory each held."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device.startswith("cuda")
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, list[float]] = defaultdict(list)
         self.gib: dict[str, float] = defaultdict(float)
         self.restart()
 
@@ -92,8 +93,12 @@ class Parts:
         if self.cuda:
             torch.cuda.synchronize()
             self.gib[part] = max(self.gib[part], torch.cuda.max_memory_allocated() / 2**30)
-        self.seconds[part] += time.perf_counter() - self.start
+        self.seconds[part].append(time.perf_counter() - self.start)
         self.restart()
+
+    def milliseconds(self) -> dict[str, float]:
+        """The median step's: some steps compile kernels for a shape that is new."""
+        return {part: 1e3 * median(seconds) for part, seconds in self.seconds.items()}
 
 
 class Trainer:
@@ -163,20 +168,17 @@ class Trainer:
         published = deque([coarse_weights(self.model, arm.sampler)], maxlen=arm.stale + 1)
         curves: dict[str, list[float]] = defaultdict(list)
         parts, steps = Parts(self.device), self.options.steps
-        for step in range(steps):
-            if step == 2:  # what is compiled or allocated once is no part of a step
-                parts = Parts(self.device)
+        for _ in range(steps):
             self.sampler.load_state_dict(published[0], assign=True)
             self.step(arm, optimizer, parts, curves)
             published.append(coarse_weights(self.model, arm.sampler))
             parts.done("publish")
-        timed = max(1, steps - 2)
         return {
             **asdict(arm),
             "seed": seed,
             "curves": {name: [round(x, 7) for x in values] for name, values in curves.items()},
             "last": self.reward(arm),
-            "milliseconds": {part: 1e3 * s / timed for part, s in parts.seconds.items()},
+            "milliseconds": parts.milliseconds(),
             "gib": dict(parts.gib),
         }
 

@@ -67,7 +67,7 @@ def compare_heads(trainer: Trainer, calls: int = 5) -> dict[str, dict]:
             parts.done("backward")
             trainer.model.zero_grad()
             del hidden, weight, loss
-        times = {part: 1e3 * s / calls for part, s in parts.seconds.items()}
+        times = parts.milliseconds()
         found[name] = {"title": head.title, "milliseconds": times, "gib": dict(parts.gib)}
     return found
 
