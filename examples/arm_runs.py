@@ -167,8 +167,8 @@ class Trainer:
         optimizer = self.optimizer(self.options.lr)
         published = deque([coarse_weights(self.model, arm.sampler)], maxlen=arm.stale + 1)
         curves: dict[str, list[float]] = defaultdict(list)
-        parts, steps = Parts(self.device), self.options.steps
-        for _ in range(steps):
+        parts = Parts(self.device)
+        for _ in range(self.options.steps):
             self.sampler.load_state_dict(published[0], assign=True)
             self.step(arm, optimizer, parts, curves)
             published.append(coarse_weights(self.model, arm.sampler))
