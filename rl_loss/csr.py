@@ -1,7 +1,7 @@
 """Ragged rows: their kinds, their bounds, what the host knows of both, and sums by row."""
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ class RowKind(IntEnum):
     REPLAY = 1  # the whole kept set, unique, with the label: normalised over the set
     HEAD = 2  # the top ids of an untruncated distribution, unique: over the vocabulary
     DRAWS = 3  # i.i.d. draws from the sampler, repeats kept: over the vocabulary
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """By its number. Python 3.11.2, for one, would have the name looked up, which torch does not
+        trust."""
+        return type(self), (int(self),)
 
 
 add_safe_globals([RowKind])  # for torch.load with weights_only, its default
