@@ -18,8 +18,8 @@ class RowKind(IntEnum):
     DRAWS = 3  # i.i.d. draws from the sampler, repeats kept: over the vocabulary
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """By its number. Python 3.11.2, for one, would have the name looked up, which torch does not
-        trust."""
+        """By its number: Python 3.11.2, for one, would have the name looked up, which torch does
+        not trust."""
         return type(self), (int(self),)
 
 
