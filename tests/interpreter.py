@@ -14,6 +14,14 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 
+kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu",
+    reason="no GPU; the interpreter runs these tests in test_in_the_interpreter",
+)
+# What matrix products of kernels are tested in: the interpreter multiplies the bits of bfloat16
+# matrices as integers.
+HALVES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+
 
 def run_interpreted(file: str, *options: str) -> None:
     """The tests of the file in the interpreter, where the kernels do not run already."""

@@ -4,14 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, run_interpreted, truncated
+from interpreter import DEVICE, kernels, run_interpreted, truncated
 from torch import Tensor
 
 from rl_loss import RowKind, Support, fused_lm_head
 
-kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE != "cuda", reason="needs a GPU or the interpreter"
-)
 N, H, V = 12, 33, 301
 HALF = torch.float16
 TINY = torch.finfo(HALF).smallest_normal * torch.finfo(HALF).eps  # the smallest number of all

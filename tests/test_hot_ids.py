@@ -15,19 +15,14 @@ from factory import (
     spied,
     tolerance,
 )
-from interpreter import DEVICE, INTERPRETED, rounded_twice, run_interpreted
+from interpreter import DEVICE, HALVES, kernels, rounded_twice, run_interpreted
 from ranks import alike_on_all, on_gpus, rank_device, run_ranks
 
 from rl_loss import RowKind, Support, fused_lm_head, fused_lm_head_loss, icepop_loss
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan", "rows_are_gathered")
-kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE == "cpu",
-    reason="no GPU; the interpreter runs these tests in test_in_the_interpreter",
-)
 REPLAY = (RowKind.REPLAY,)
-# The interpreter multiplies the bits of bfloat16 matrices as integers.
-HALF = torch.float16 if INTERPRETED else torch.bfloat16
+HALF = HALVES[0]
 SLOTS = 16  # of `hot_ids_everywhere`
 
 

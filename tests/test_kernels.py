@@ -21,17 +21,21 @@ from factory import (
     tolerance,
     weighted_sum,
 )
-from interpreter import DEVICE, INTERPRETED, rounded_twice, run_interpreted, truncated
+from interpreter import (
+    DEVICE,
+    HALVES,
+    INTERPRETED,
+    kernels,
+    rounded_twice,
+    run_interpreted,
+    truncated,
+)
 from torch.utils.checkpoint import checkpoint
 
 from rl_loss import LossInputs, RowKind, Support, fused_lm_head, icepop_loss
 from rl_loss.csr import HostFacts
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan", "rows_are_gathered")
-kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE == "cpu",
-    reason="no GPU; the interpreter runs these tests in test_in_the_interpreter",
-)
 REPLAY = (RowKind.REPLAY,)
 MIXED = (RowKind.REPLAY, RowKind.NONE, RowKind.HEAD, RowKind.DRAWS)
 EPS = torch.finfo(torch.float32).eps
@@ -1007,10 +1011,6 @@ def on_fused_products(monkeypatch):
     import rl_loss.kernels.fused_products as fused_products
 
     monkeypatch.setattr(fused_products, "_on_hopper", lambda device: True)
-
-
-# The interpreter multiplies the bits of bfloat16 matrices as integers.
-HALVES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 
 
 @kernels

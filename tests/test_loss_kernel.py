@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from factory import spied
-from interpreter import DEVICE, INTERPRETED, run_interpreted, truncated
+from interpreter import DEVICE, INTERPRETED, kernels, run_interpreted, truncated
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -21,8 +21,6 @@ from rl_loss import LossInputs, LossOutputs, RowKind, icepop_loss, ipo_loss, pol
 from rl_loss import reinforce_loss as reinforce
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
-kernels = pytest.mark.skipif(not INTERPRETED and DEVICE != "cuda", reason="the kernels' tests")
-
 # The widest that they take: a compiled kernel's options are float32.
 EXACT = torch.float64 if INTERPRETED else torch.float32
 LEAVES = ("trainer_logprobs", "trainer_support_logprobs", "trainer_tail_logprobs")

@@ -85,7 +85,6 @@ def _stats_kernel(
             raw = tl.dot(h, w.T, raw)
         at_row = m * BM + tl.arange(0, BM)
         inside = at_row < R
-        inverse = one_temperature
         if PER_ROW:
             row = tl.load(chosen + at_row, mask=inside, other=0)
             inverse = inverse_of(temperature, row, one_temperature, PER_ROW, ACC)[:, None]
@@ -337,6 +336,6 @@ def _programs(device: torch.device, tiles: int) -> tuple[int]:
 
 @cache
 def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
+    if device.type != "cuda":  # the interpreter: few, so that each has several tiles
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
