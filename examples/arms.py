@@ -166,7 +166,7 @@ def main() -> None:
             found.made["runs"].append({"arm": name, **run})
             found.save()
             longest = max(longest, time.monotonic() - start)
-            first, *_, last = run["curves"]["reward"]
+            first, last = (run["curves"]["reward"][at] for at in (0, -1))
             print(
                 f"seed {seed} {name:20} reward {first:.3f} to {last:.3f}, then {run['last']:.3f}; "
                 f"{time.monotonic() - start:.1f} s",
