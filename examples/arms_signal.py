@@ -65,17 +65,17 @@ def told(gram: Tensor) -> list[dict[str, float]]:
     apart = ~torch.eye(batches, dtype=torch.bool)
     signal = gram.permute(0, 2, 1, 3)[:, :, apart].mean(-1)  # [ways, ways]: E g . E g
     size = gram.diagonal(dim1=1, dim2=3).diagonal(dim1=0, dim2=1).mean(0)  # [ways]: E|g|^2
-    along = signal[:, 0]
-    lines = []
-    for i in range(len(gram)):
-        lines.append(
-            {
-                "signal": float(signal[i, i] / size[i]),
-                "cosine": float(along[i] / (signal[i, i] * signal[0, 0]).clamp(min=0).sqrt()),
-                "progress": float(along[i] / along[0] * (size[0] / size[i]).sqrt()),
-            }
-        )
-    return lines
+    own, along = signal.diagonal(), signal[:, 0]
+    # Too few batches may find less than no signal: then there is no direction, and it says nan.
+    lengths = own.where(own > 0, torch.nan).sqrt()
+    return [
+        {
+            "signal": float(own[i] / size[i]),
+            "cosine": float(along[i] / lengths[i] / lengths[0]),
+            "progress": float(along[i] / along[0] * (size[0] / size[i]).sqrt()),
+        }
+        for i in range(len(gram))
+    ]
 
 
 def main() -> None:

@@ -219,6 +219,35 @@ def test_arms_go_on_where_they_were_cut(monkeypatch, tmp_path, capsys):
     assert "run it again" in capsys.readouterr().out
 
 
+def test_the_signal_of_gradients_is_told_from_their_noise(monkeypatch):
+    torch.manual_seed(0)
+    signal = torch.zeros(3, 1, 4000)
+    signal[0, 0, :100], signal[1, 0, :100], signal[2, 0, 50:150] = 1.0, 2.0, 1.0
+    noise = torch.tensor([0.1, 0.2, 0.3])[:, None, None]
+    flat = (signal + noise * torch.randn(3, 200, 4000)).flatten(0, 1)
+    gram = (flat @ flat.T).double().unflatten(0, (3, 200)).unflatten(2, (3, 200))
+    lines = example(monkeypatch, "arms_signal").told(gram)
+    for line, size, noises, cosine in zip(
+        lines, (100, 400, 100), (40, 160, 360), (1.0, 1.0, 0.5), strict=True
+    ):
+        assert line["signal"] == pytest.approx(size / (size + noises), abs=0.02)
+        assert line["cosine"] == pytest.approx(cosine, abs=0.02)
+    # The second is the first, twice as large; the third half in its direction, and noisier.
+    expected = (1.0, 1.0, 0.5 * (140 / 460) ** 0.5)
+    assert [line["progress"] for line in lines] == pytest.approx(expected, abs=0.02)
+
+
+def test_the_signal_of_every_way(monkeypatch, tmp_path, capsys):
+    module, out = example(monkeypatch, "arms_signal"), tmp_path / "signal.json"
+    options = ("--before", "2", "--batches", "4", "--out", str(out))
+    monkeypatch.setattr(sys, "argv", ["arms_signal.py", *SMALL, *options])
+    module.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [tuple(row.values())[:3] for row in rows] == [tuple(map(str, n)) for n in module.NAMES]
+    assert rows[0]["progress"] == "1.000 ± 0.000"
+    assert capsys.readouterr().out.count("| fp8 ") == 8
+
+
 def test_the_words_of_a_tokenizer(monkeypatch, tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
