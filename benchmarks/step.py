@@ -231,11 +231,12 @@ def draw(name: str, title: str, rows: list[Row]) -> None:
             bars = axis.barh([row.title for row in own], values, color=colors)
             labels = [f"{v:,.0f}" if v > 999 else f"{v:.1f}" if v else "" for v in values]
             if what.startswith("tokens that fit"):
-                labels = [line(row)["longest"] for row in own]
+                labels = [line(row)["longest"] or row.note or "not looked for" for row in own]
             axis.bar_label(bars, labels, padding=3, fontsize=8)
             axis.set_xlim(0, 1.4 * max([*values, 1e-9]))
             axis.set_title(f"{what}, H {h}", fontsize=9)
             axis.tick_params(labelsize=8)
+            axis.locator_params(axis="x", nbins=4)
     figure.suptitle(title, fontsize=9)
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
     print(f"drawn: results/{name}.png")
