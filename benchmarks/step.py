@@ -10,6 +10,7 @@ hours; its memory is that of one sequence as long as the batch.
 import argparse
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -22,8 +23,10 @@ from benchmarks.step_heads import HEADS, Rows
 from benchmarks.step_trunk import Trunk
 from benchmarks.tables import markdown, pyplot
 from benchmarks.workloads import data_folder, real_like, real_support
+from rl_loss import Support
 
 SEQUENCE = 4096
+TOP_K = 2048
 TRUNK_ALONE = "trunk"  # without any head: what no head can be faster than
 
 
@@ -50,15 +53,17 @@ class Row:
     title: str
     step_ms: float | None = None
     tokens_a_second: float | None = None
-    peak_gib: float | None = None  # weights, gradients and AdamW's moments included
-    held_gib: float | None = None  # these alone
+    peak_gib: float | None = None  # with all below and the evidence of its tokens
+    held_gib: float | None = None  # weights and AdamW's moments alone
     longest: int | None = None  # tokens of one step
     stopped: bool = False  # at the most that are tried: more may fit
-    note: str = ""
 
 
 class Batch:
-    """As many aligned rows as are asked for, with the real rows' supports by turns."""
+    """Rows of a model's own supports by turns, as many as are asked for, moved as a trainer does.
+
+    The sampler also had top_k 2048: what it kept beyond is left out, as the padded way needs it.
+    """
 
     def __init__(self, preset: Preset, device: str) -> None:
         folder, tiny = data_folder(), preset.tokens < SEQUENCE
@@ -68,19 +73,40 @@ class Batch:
             support, labels = work.support, work.labels
         else:
             support, arrays = real_support(folder)
-            self.name, self.v = "SmolLM2-135M's own of top_p 0.95", 49152
+            self.name, self.v = "SmolLM2-135M's own of top_p 0.95 and top_k 2048", 49152
             labels = torch.from_numpy(arrays["labels"]).long()
-        rows = torch.arange(preset.most) % len(labels)
-        self.logprobs = label_logprobs(support, labels)[rows].to(device)
-        self.labels, self.support = labels[rows].to(device), support.to(device).select(rows)
-        g = torch.Generator().manual_seed(0)
-        self.advantages = torch.randn(preset.most, generator=g).to(device)
+        support = at_most(support, labels, TOP_K)
+        self.widths = support.offsets.diff()
+        self.labels, self.support = labels.to(device), support.to(device)
+        self.logprobs = label_logprobs(support, labels).to(device)
 
     def rows(self, n: int) -> Rows:
-        return Rows(self.labels[:n], self.support[:n], self.logprobs[:n], self.advantages[:n])
+        at = torch.arange(n) % len(self.labels)
+        support, at = self.support.select(at), at.to(self.labels.device)
+        advantages = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(at.device)
+        return Rows(self.labels[at], support, self.logprobs[at], advantages)
 
-    def tokens(self, n: int) -> Tensor:  # [n / sequence, sequence]
-        return self.labels[:n].roll(1).view(-1, min(SEQUENCE, n))
+
+def at_most(support: Support, labels: Tensor, k: int) -> Support:
+    """What a sampler keeps that also takes the k likeliest ids alone; a label stays in any case."""
+    rows, logprobs = support.entry_rows, support.sampler_logprobs
+    key = logprobs.where(support.ids != labels[rows], torch.inf)
+    by_row = key.argsort(descending=True, stable=True)
+    by_row = by_row[rows[by_row].argsort(stable=True)]
+    place = torch.empty_like(by_row)
+    place[by_row] = torch.arange(len(by_row)) - support.offsets[:-1][rows[by_row]]
+    kept = place < k
+    rows, logprobs = rows[kept], logprobs[kept]
+    mass = torch.zeros(len(support)).index_add_(0, rows, logprobs.exp())
+    counts = torch.bincount(rows, minlength=len(support))
+    return Support(
+        ids=support.ids[kept],
+        sampler_logprobs=logprobs - mass.log()[rows],
+        known=support.known[kept],
+        offsets=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
+        kind=support.kind,
+        sampler_tail_mass=support.sampler_tail_mass,
+    )
 
 
 class Model:
@@ -94,26 +120,33 @@ class Model:
         self.parameters = [*self.trunk.parameters(), self.weight]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6, fused=device == "cuda")
 
-    def step(self, head: str, tokens: Tensor, rows: Rows) -> None:
-        hidden = self.trunk(tokens)
+    def step(self, head: str, rows: Rows) -> None:
+        n = len(rows.labels)
+        hidden = self.trunk(rows.labels.roll(1).view(-1, min(SEQUENCE, n)))
         if head == TRUNK_ALONE:
             loss = hidden.float().square().sum()
         else:
             loss = HEADS[head].loss(hidden, self.weight, rows)
-        (loss / len(rows.labels)).backward()
+        (loss / n).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def measure(model: Model, batch: Batch, row: Row, n: int, repeats: int) -> None:
-    """Time and memory of a step of n tokens."""
-    rows, tokens = batch.rows(n), batch.tokens(n)
-    times = milliseconds(lambda: model.step(row.head, tokens, rows), repeats)
-    row.step_ms = median(times)
-    row.tokens_a_second = 1e3 * n / row.step_ms
-    if torch.cuda.is_available():
-        row.held_gib = torch.cuda.memory_allocated() / 2**30
-        row.peak_gib = peak(lambda: model.step(row.head, tokens, rows)) / 2**30
+def measure(model: Model, batch: Batch, rows: list[Row], n: int, repeats: int) -> None:
+    """Time and memory of a step of n tokens with each head."""
+    given = {row.head: batch.rows(n) for row in rows}
+    times = {row.head: [] for row in rows}
+    for _ in range(repeats):  # by turns: a host is faster at times than at others
+        for head, own in given.items():
+            times[head] += milliseconds(lambda head=head, own=own: model.step(head, own), 1)
+    given.clear()
+    for row in rows:
+        row.step_ms = median(times[row.head])
+        row.tokens_a_second = 1e3 * n / row.step_ms
+        if torch.cuda.is_available():
+            gc.collect()
+            row.held_gib = torch.cuda.memory_allocated() / 2**30
+            row.peak_gib = peak(lambda row=row: model.step(row.head, batch.rows(n))) / 2**30
 
 
 def peak(function: Callable[[], object]) -> int:
@@ -132,12 +165,8 @@ def longest(model: Model, batch: Batch, row: Row, preset: Preset) -> int:
     def held(n: int) -> int | None:
         """The peak of n tokens; None where they do not fit."""
         found = None
-        try:
-            rows, tokens = batch.rows(n), batch.tokens(n)
-            found = peak(lambda: model.step(row.head, tokens, rows))
-        except torch.OutOfMemoryError:
-            pass
-        rows = tokens = None
+        with suppress(torch.OutOfMemoryError):
+            found = peak(lambda: model.step(row.head, batch.rows(n)))
         model.optimizer.zero_grad()
         gc.collect()
         torch.cuda.empty_cache()
@@ -155,8 +184,8 @@ def longest(model: Model, batch: Batch, row: Row, preset: Preset) -> int:
 
 def end(fits: Callable[[int], bool], best: int, guess: int, most: int) -> int:
     """The largest n that fits, to 3 % and whole sequences, where `best` does."""
-    over = None
-    for _ in range(10):
+    over, more = None, best // 32
+    for _ in range(16):
         n = min(guess // SEQUENCE * SEQUENCE, most)
         if fits(n):
             best = n
@@ -164,7 +193,10 @@ def end(fits: Callable[[int], bool], best: int, guess: int, most: int) -> int:
             over = n
         if best == most or (over and over - best <= max(0.03 * over, SEQUENCE)):
             break
-        guess = int(1.03 * best) + SEQUENCE if over is None else (best + over) // 2
+        if over is None:
+            guess, more = n + max(more, SEQUENCE), 2 * more
+        else:
+            guess = (best + over) // 2
     return best
 
 
@@ -172,23 +204,21 @@ def run(preset: Preset, heads: list[str], repeats: int, find: bool) -> tuple[lis
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch, found = Batch(preset, device), []
     for h in preset.widths:
-        for head in heads:
-            title = "no head" if head == TRUNK_ALONE else HEADS[head].title
-            row, model = Row(h, head, title), Model(batch.v, h, preset.layers, device)
-            try:
-                measure(model, batch, row, preset.tokens, repeats)
-                if find and device == "cuda" and head != "one-pass":  # its rows are those of "ours"
-                    row.longest = longest(model, batch, row, preset)
-                    row.stopped = row.longest == preset.most
-            except torch.OutOfMemoryError:
-                row.note = "out of memory"
+        model = Model(batch.v, h, preset.layers, device)
+        rows = [Row(h, head, title_of(head)) for head in heads]
+        measure(model, batch, rows, preset.tokens, repeats)
+        for row in rows:
+            if find and device == "cuda" and row.head != "one-pass":  # its rows are those of "ours"
+                row.longest = longest(model, batch, row, preset)
+                row.stopped = row.longest == preset.most
             print(", ".join(f"{k} {v}" for k, v in line(row).items() if v), flush=True)
-            found.append(row)
-            del model
-            if device == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
+        found += rows
+        del model
     return found, batch
+
+
+def title_of(head: str) -> str:
+    return "no head" if head == TRUNK_ALONE else HEADS[head].title
 
 
 def line(row: Row) -> dict[str, str]:
@@ -197,11 +227,11 @@ def line(row: Row) -> dict[str, str]:
 
     return {
         "H": str(row.h),
-        "head": row.title + (f" ({row.note})" if row.note else ""),
+        "head": row.title,
         "step ms": text(row.step_ms, "{:.1f}"),
         "tokens/s": text(row.tokens_a_second, "{:,.0f}"),
         "peak GiB": text(row.peak_gib, "{:.2f}"),
-        "beside weights": text(row.peak_gib and row.peak_gib - (row.held_gib or 0), "{:.2f}"),
+        "beside weights": text(row.peak_gib and row.peak_gib - row.held_gib, "{:.2f}"),
         "longest": text(row.longest, ("≥ " if row.stopped else "") + "{:,}"),
     }
 
@@ -231,7 +261,7 @@ def draw(name: str, title: str, rows: list[Row]) -> None:
             bars = axis.barh([row.title for row in own], values, color=colors)
             labels = [f"{v:,.0f}" if v > 999 else f"{v:.1f}" if v else "" for v in values]
             if what.startswith("tokens that fit"):
-                labels = [line(row)["longest"] or row.note or "not looked for" for row in own]
+                labels = [line(row)["longest"] or "not looked for" for row in own]
             axis.bar_label(bars, labels, padding=3, fontsize=8)
             axis.set_xlim(0, 1.4 * max([*values, 1e-9]))
             axis.set_title(f"{what}, H {h}", fontsize=9)
@@ -255,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     preset = PRESETS[options.preset]
     told = ", ".join(f"{name} {value}" for name, value in environment().items())
     rows, batch = run(preset, options.heads, options.repeats, options.longest)
-    widths = batch.support.host.offsets.diff().double()
+    widths = batch.widths.double()
     shape = (
         f"{preset.tokens} tokens a step, {preset.layers} layers, V {batch.v}, supports: "
         f"{batch.name}, mean {widths.mean():.0f} ids, most {int(widths.max())}"

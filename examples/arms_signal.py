@@ -2,15 +2,15 @@
 
 Each rule's gradient of the whole model on the same batches of rollouts. Over pairs of *different*
 batches the inner product of two gradients has the mean |E g|^2, of the signal alone; of one with
-itself it also has the noise. A step of a given length (clipped, or Adam's) then improves the
-policy, to first order, by
+itself it also has the noise. A step along g of a given length improves the policy, to first
+order and where |g| varies little, by
 
     E<g, d> / sqrt(E|g|^2),    d the mean gradient of arm (a): bfloat16 sampler, icepop
 
 which is printed as a share of what it is for arm (a) itself. All inner products are over every
-64th parameter.
+61st parameter (a prime: no width is a multiple of it).
 
-    python examples/arms_signal.py --before 10     # after ten steps of arm (a); a minute of a GPU
+    python examples/arms_signal.py --steps 10      # after ten steps of arm (a)
 """
 
 import json
@@ -18,20 +18,18 @@ from pathlib import Path
 
 import torch
 from arm_runs import ARMS, Arm, Trainer
-from arms import settings
+from arms import chosen, environment, settings
 from drift import LOSSES
 from drift_picture import markdown
-from reverse_text import coarse_weights, group_advantages
+from reverse_text import group_advantages
 from rich.progress import track
 from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results"
-STRIDE = 64
+STRIDE = 61
 WAYS = {  # of a sampler: rules and whether they are centered; the first of all is arm (a)
     "bfloat16": (("icepop", True), ("reinforce", True)),
-    "fp8": tuple(
-        (rule, centered) for rule in LOSSES if rule != "ipo" for centered in (True, False)
-    ),
+    "fp8": tuple((rule, centered) for rule in LOSSES for centered in (True, False)),
 }
 NAMES = [(sampler, *way) for sampler, ways in WAYS.items() for way in ways]
 
@@ -42,8 +40,7 @@ def gradients(trainer: Trainer, seed: int) -> tuple[list[Tensor], dict[str, floa
     parameters = list(trainer.model.parameters())
     for sampler, ways in WAYS.items():
         torch.manual_seed(seed)
-        weights = coarse_weights(trainer.model, sampler)
-        trainer.sampler.load_state_dict(weights, assign=True)
+        trainer.publish(sampler)
         prompts = trainer.task.prompts(options.prompts).repeat_interleave(options.samples, 0)
         data = trainer.sample(prompts, Arm("", sampler=sampler))
         reward = trainer.task.rewards(prompts, data.completions)
@@ -51,16 +48,20 @@ def gradients(trainer: Trainer, seed: int) -> tuple[list[Tensor], dict[str, floa
         advantages = group_advantages(reward, options.samples)
         hidden = trainer.hidden(prompts, data.completions)
         support = data.support.to(trainer.device)
+        inputs, _ = trainer.loss_inputs(hidden, data, support, advantages)
         for rule, centered in ways:
-            inputs, _ = trainer.loss_inputs(hidden, data, support, advantages)
             loss = LOSSES[rule](inputs, score_centering=centered).loss / inputs.loss_mask.sum()
             made = torch.autograd.grad(loss, parameters, retain_graph=True)
             found.append(torch.cat([g.flatten()[::STRIDE].float() for g in made]))
     return found, rewards
 
 
-def told(gram: Tensor) -> list[dict[str, float]]:
-    """Of inner products [ways, batches, ways, batches]: a line a way, against the first."""
+def told(gram: Tensor, beside: list[int]) -> list[dict[str, float]]:
+    """Of inner products [ways, batches, ways, batches]: a line a way, against the first.
+
+    `beside[i]` is the way whose progress that of `i` is also divided by: on the same rollouts,
+    so that most of their noise is in both.
+    """
     batches = gram.shape[1]
     apart = ~torch.eye(batches, dtype=torch.bool)
     signal = gram.permute(0, 2, 1, 3)[:, :, apart].mean(-1)  # [ways, ways]: E g . E g
@@ -68,26 +69,25 @@ def told(gram: Tensor) -> list[dict[str, float]]:
     own, along = signal.diagonal(), signal[:, 0]
     # Too few batches may find less than no signal: then there is no direction, and it says nan.
     lengths = own.where(own > 0, torch.nan).sqrt()
-    return [
-        {
-            "signal": float(own[i] / size[i]),
-            "cosine": float(along[i] / lengths[i] / lengths[0]),
-            "progress": float(along[i] / along[0] * (size[0] / size[i]).sqrt()),
-        }
-        for i in range(len(gram))
-    ]
+    progress = along / lengths[0] ** 2 * (size[0] / size).sqrt()
+    columns = {
+        "signal": own / size,
+        "cosine": along / lengths / lengths[0],
+        "progress": progress,
+        "of icepop's": progress / progress[beside],
+    }
+    return [{name: float(column[i]) for name, column in columns.items()} for i in range(len(gram))]
 
 
 def main() -> None:
     parser = settings(__doc__.split("\n")[0])
-    parser.add_argument("--before", type=int, default=10, help="steps of arm (a) first")
+    parser.set_defaults(steps=10)
     parser.add_argument("--batches", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default=str(RESULTS / "arms_signal.json"))
-    options = parser.parse_args()
+    options = chosen(parser)
     if options.batches < 4:
         parser.error("--batches must be 4 or more: errors are of leaving out one of them")
-    options.steps = options.before
     trainer = Trainer(options)
     warm = trainer.warm_up(options.seed)
     trainer.run(ARMS["replay"], options.seed)
@@ -99,8 +99,9 @@ def main() -> None:
     flat = torch.stack(made, 1).flatten(0, 1)
     gram = (flat @ flat.T).double().cpu().unflatten(0, (len(NAMES), -1))
     gram = gram.unflatten(2, (len(NAMES), -1))
-    lines, every = told(gram), torch.arange(options.batches)
-    less = [told(gram[:, every != b][..., every != b]) for b in every]  # the jackknife
+    beside = [NAMES.index((sampler, "icepop", True)) for sampler, *_ in NAMES]
+    lines, every = told(gram, beside), torch.arange(options.batches)
+    less = [told(gram[:, every != b][..., every != b], beside) for b in every]  # the jackknife
     table = []
     for at, (name, line) in enumerate(zip(NAMES, lines, strict=True)):
         row = dict(zip(("sampler", "rule", "centered"), map(str, name), strict=True))
@@ -110,10 +111,10 @@ def main() -> None:
             row[key] = f"{value:.3f} ± {error:.3f}"
         table.append(row)
     mean = {name: sum(r[name] for r in rewards) / len(rewards) for name in WAYS}
-    print(f"warm-up {warm}, then {options.before} steps; rewards {mean}\n{markdown(table)}")
+    print(f"warm-up {warm}, then {options.steps} steps; rewards {mean}\n{markdown(table)}")
     told_of = {name: value for name, value in vars(options).items() if name != "out"}
     told_of["model"] = Path(options.model).name
-    found = {"options": told_of, "rewards": mean, "rows": table}
+    found = {**environment(), "options": told_of, "rewards": mean, "rows": table}
     Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -41,9 +41,10 @@ from rl_loss import (
 )
 
 RESULTS = Path(__file__).parent / "results"
-GROUPS = ("rules", "controls", "kept set", "head", "draws")
+GROUPS = ("rules", "controls", "kept set", "head", "draws", "KL")
 ACTIONS = 16
 ADVANTAGE, BONUS = 0.2, 0.2
+TAUS = (0.01, 0.1, 1.0)  # of the sampler KL
 TOP_P = 0.9  # of the samplers that truncate
 WORLDS = ("sampled", "expected")
 TITLES = {"drift": "drift KL", "p_best": "p(best)", "q_best": "q(best)"}
@@ -74,6 +75,7 @@ class Way:
     kind: RowKind = RowKind.REPLAY
     size: int = ACTIONS  # top ids of HEAD rows, draws of DRAWS rows
     centering: bool = True
+    kl_tau: float = 0.0  # of the sampler KL
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ def arms() -> list[Arm]:
             found += [Arm("head", way, sigma) for way in heads]
             draws = [Way(rule, RowKind.DRAWS, size) for size in (1, 4, 16)]
             found += [Arm("draws", way, sigma) for way in draws]
+            pulled = [Way(rule, centering=c, kl_tau=tau) for tau in TAUS for c in (False, True)]
+            found += [Arm("KL", way, sigma) for way in pulled]
     return found
 
 
@@ -151,7 +155,8 @@ class Runs:
             advantages=self.advantages.flatten(0, -2)[context, labels],
             loss_weights=weights,
         )
-        loss = self.loss(inputs, score_centering=self.way.centering).loss
+        way = self.way
+        loss = self.loss(inputs, score_centering=way.centering, kl_tau=way.kl_tau).loss
         (gradient,) = torch.autograd.grad(loss, theta)
         self.theta = theta.detach() - self.lr * gradient
 
@@ -230,6 +235,7 @@ def told(row: dict) -> dict[str, str]:
         "rule": way["rule"],
         "rows": "replayed" if replay and row["top_p"] < 1 else kind.get(row["kind"], "all ids"),
         "centered": "yes" if way["centering"] else "no",
+        "kl_tau": f"{way['kl_tau']:g}",
         "sampler": sampler + (f", top_p {row['top_p']:g}" if row["top_p"] < 1 else ""),
     }
     for world in WORLDS:

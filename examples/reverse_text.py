@@ -71,7 +71,7 @@ class ReverseText:
     """Strings of `length` random symbols between separators, and the same symbols backwards.
 
     The first separator is there to be attended to: large models rest their attention on a text's
-    first token, whatever it is, and cannot copy it (SmolLM2 gave a first word e^-9 in the end).
+    first token, whatever it is, and cannot copy it.
     """
 
     symbols: Tensor  # [S] token ids
@@ -136,15 +136,15 @@ def model_and_symbols_of(directory: str) -> tuple[nn.Module, list[int]]:
 
 
 def coarse_weights(model: nn.Module, sampler: str) -> dict[str, Tensor]:
-    """The model's weights as the sampler sees them: bfloat16, those of Linear layers rounded to
-    int8 or fp8 (e4m3) if asked, with a scale a row."""
+    """The model's weights as the sampler sees them: bfloat16, those of Linear layers but the head
+    rounded to int8 or fp8 (e4m3) if asked, with a scale a row."""
     weights = {
         name: tensor.bfloat16() if tensor.is_floating_point() else tensor.clone()
         for name, tensor in model.state_dict().items()
     }
     if sampler in LARGEST:
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
                 weight = module.weight.detach()
                 scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / LARGEST[sampler]
                 coarse = weight / scale
