@@ -16,6 +16,7 @@ weighted by their probabilities, where nothing but the mean of the update moves 
 
 import argparse
 import json
+import math
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -44,7 +45,7 @@ RESULTS = Path(__file__).parent / "results"
 GROUPS = ("rules", "controls", "kept set", "head", "draws", "KL")
 ACTIONS = 16
 ADVANTAGE, BONUS = 0.2, 0.2
-TAUS = (0.01, 0.1, 1.0)  # of the sampler KL
+TAUS = (0.01, 0.1, 1.0)  # of the KL terms
 TOP_P = 0.9  # of the samplers that truncate
 WORLDS = ("sampled", "expected")
 TITLES = {"drift": "drift KL", "p_best": "p(best)", "q_best": "q(best)"}
@@ -76,6 +77,7 @@ class Way:
     size: int = ACTIONS  # top ids of HEAD rows, draws of DRAWS rows
     centering: bool = True
     kl_tau: float = 0.0  # of the sampler KL
+    ref_tau: float = 0.0  # of the KL to where the policy began
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def arms() -> list[Arm]:
             draws = [Way(rule, RowKind.DRAWS, size) for size in (1, 4, 16)]
             found += [Arm("draws", way, sigma) for way in draws]
             pulled = [Way(rule, centering=c, kl_tau=tau) for tau in TAUS for c in (False, True)]
+            pulled += [Way(rule, centering=c, ref_tau=tau) for tau in TAUS for c in (False, True)]
             found += [Arm("KL", way, sigma) for way in pulled]
     return found
 
@@ -154,9 +157,11 @@ class Runs:
             inference_logprobs=sampler.log_softmax(-1).gather(1, labels[:, None])[:, 0],
             advantages=self.advantages.flatten(0, -2)[context, labels],
             loss_weights=weights,
+            ref_logprobs=torch.full_like(weights, -math.log(ACTIONS)),
         )
         way = self.way
-        loss = self.loss(inputs, score_centering=way.centering, kl_tau=way.kl_tau).loss
+        terms = {"kl_tau": way.kl_tau, "ref_tau": way.ref_tau}
+        loss = self.loss(inputs, score_centering=way.centering, **terms).loss
         (gradient,) = torch.autograd.grad(loss, theta)
         self.theta = theta.detach() - self.lr * gradient
 
@@ -235,7 +240,7 @@ def told(row: dict) -> dict[str, str]:
         "rule": way["rule"],
         "rows": "replayed" if replay and row["top_p"] < 1 else kind.get(row["kind"], "all ids"),
         "centered": "yes" if way["centering"] else "no",
-        "kl_tau": f"{way['kl_tau']:g}",
+        "kl_tau, ref_tau": f"{way['kl_tau']:g}, {way['ref_tau']:g}",
         "sampler": sampler + (f", top_p {row['top_p']:g}" if row["top_p"] < 1 else ""),
     }
     for world in WORLDS:

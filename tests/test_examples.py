@@ -105,7 +105,7 @@ def drift(monkeypatch, tmp_path, *options: str) -> dict[tuple, dict[str, dict[st
     monkeypatch.setattr(sys, "argv", ["drift.py", "--out", str(out), *options])
     module.main()
     arms = json.loads(out.with_suffix(".json").read_text())["arms"]
-    names = ("rule", "centering", "size", "kl_tau")
+    names = ("rule", "centering", "size", "kl_tau", "ref_tau")
     return {
         (arm["group"], *(arm["way"][name] for name in names), arm["kind"], arm["sigma"]): arm
         for arm in arms
@@ -117,9 +117,9 @@ def test_the_expected_drift_is_what_theory_says(monkeypatch, tmp_path, capsys):
     arms = drift(monkeypatch, tmp_path, "--seeds", "2", "--steps", "4", "--batch", "8")
     assert (tmp_path / "drift.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
-    assert printed.count("| reinforce ") == 4 + 4 + 8 + 8 + 6 + 12
+    assert printed.count("| reinforce ") == 4 + 4 + 8 + 8 + 6 + 24
     moved = {key: max(arm["expected"]["drift"]) for key, arm in arms.items() if "expected" in arm}
-    for (group, rule, centering, _, kl_tau, kind, sigma), kl in moved.items():
+    for (group, rule, centering, _, kl_tau, _, kind, sigma), kl in moved.items():
         if kl_tau:
             continue
         replayed = kind == "REPLAY"
@@ -128,20 +128,21 @@ def test_the_expected_drift_is_what_theory_says(monkeypatch, tmp_path, capsys):
             "controls": False,  # p = q
             "kept set": not replayed or (rule == "reinforce" and sigma > 0),
             "head": rule == "reinforce" or sigma == 1,  # icepop rejects at 1, and in the tail
+            "KL": rule == "reinforce" or sigma == 1,
         }
         if (centering and group != "head") or not biased[group]:
             assert kl < 2e-6, (group, rule, centering, kind, sigma)
-        elif group != "head" and rule == "reinforce" and sigma > 0:
+        elif group not in ("head", "KL") and rule == "reinforce" and sigma > 0:
             assert kl > 5e-5, (group, rule, centering, kind, sigma)
     # The sampler KL pulls p after a sampler that goes before it: a way that grows with kl_tau, so
     # that the drift grows with its square, under any rule and for all centering.
     for rule in ("reinforce", "icepop"):
         for sigma, taus in ((0.3, (0.1, 1.0)), (1.0, (0.01, 0.1))):
-            one, ten = (moved["KL", rule, True, 16, tau, "REPLAY", sigma] for tau in taus)
+            one, ten = (moved["KL", rule, True, 16, tau, 0.0, "REPLAY", sigma] for tau in taus)
             assert one > 4e-6
             assert 90 < ten / one < 120
     # More top ids leave less; draws leave noise alone, the less of it the more there are.
-    tops = [moved["head", "reinforce", True, size, 0.0, "HEAD", 1.0] for size in (1, 2, 4, 8)]
+    tops = [moved["head", "reinforce", True, size, 0.0, 0.0, "HEAD", 1.0] for size in (1, 2, 4, 8)]
     assert tops == sorted(tops, reverse=True)
 
 
@@ -158,7 +159,7 @@ def test_what_is_told_of_drift(monkeypatch, tmp_path, capsys):
 
     def ends(centering: bool, kind: str, name: str) -> float:
         size = 16 if centering else 0
-        values = arms["rules", "reinforce", centering, size, 0.0, kind, 0.3]["sampled"][name]
+        values = arms["rules", "reinforce", centering, size, 0.0, 0.0, kind, 0.3]["sampled"][name]
         return sum(values) / len(values)
 
     assert ends(False, "NONE", "drift") > 1.5
