@@ -356,6 +356,12 @@ def test_the_longest_step_is_found_from_any_guess(room, off):
     assert len(tried) <= 16
 
 
+def test_a_step_whose_search_stopped_says_so():
+    row = step.Row(1024, "ours", "rl_loss", longest=1024, stopped=True)
+    assert step.line(row)["longest"] == "≥ 1,024"
+    assert step.line(row)["peak GiB"] == ""
+
+
 def test_rows_of_a_step_are_those_of_a_sampler_with_top_k():
     ids = [[3, 5, 9], [1, 2, 4, 7, 8], [6]]
     q = [[0.5, 0.3, 0.2], [0.1, 0.4, 0.05, 0.3, 0.15], [1.0]]

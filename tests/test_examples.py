@@ -209,6 +209,16 @@ def test_arms_are_what_they_say(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "arms.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert all(printed.count(f"| {run['about']} ") == 2 for run in runs.values())
+    # Differences are of equal seeds, and ranges of all steps.
+    (table, *_), (line,) = (
+        [text for text in printed.splitlines() if start in text]
+        for start in ("| (d) fp8 sampler  ", "| reward ")
+    )
+    fp8, base = (sum(runs[name]["curves"]["reward"]) / 3 for name in ("fp8", "replay"))
+    assert f"| {fp8:.3f}" in table
+    assert f"| {fp8 - base:.3f} " in table
+    steps = runs["replay"]["curves"]["reward"]
+    assert f"| {min(steps):.4g}, {max(steps):.4g} " in line
 
 
 def test_arms_go_on_where_they_were_cut(monkeypatch, tmp_path, capsys):
