@@ -24,6 +24,7 @@ from benchmarks.step_trunk import Trunk
 from benchmarks.tables import markdown, pyplot
 from benchmarks.workloads import data_folder, real_like, real_support
 from rl_loss import Support
+from rl_loss.csr import count_by_row, offsets_of, segment_logsumexp
 
 SEQUENCE = 4096
 TOP_K = 2048
@@ -97,13 +98,11 @@ def at_most(support: Support, labels: Tensor, k: int) -> Support:
     place[by_row] = torch.arange(len(by_row)) - support.offsets[:-1][rows[by_row]]
     kept = place < k
     rows, logprobs = rows[kept], logprobs[kept]
-    mass = torch.zeros(len(support)).index_add_(0, rows, logprobs.exp())
-    counts = torch.bincount(rows, minlength=len(support))
     return Support(
         ids=support.ids[kept],
-        sampler_logprobs=logprobs - mass.log()[rows],
+        sampler_logprobs=logprobs - segment_logsumexp(logprobs, rows, len(support))[rows],
         known=support.known[kept],
-        offsets=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
+        offsets=offsets_of(count_by_row(kept, support.offsets)),
         kind=support.kind,
         sampler_tail_mass=support.sampler_tail_mass,
     )

@@ -99,10 +99,9 @@ class Found:
         self.made |= {"warm_ups": [], "runs": [], "heads": {}}
         if path.exists():
             self.made = json.loads(path.read_text())
-            if self.made["settings"] != settings:
-                raise SystemExit(
-                    f"{path} has other settings, {self.made['settings']}: --out another"
-                )
+            told = self.made["settings"] | {"device": self.made["device"]}
+            if told != settings | {"device": facts["device"]}:
+                raise SystemExit(f"{path} has other settings, {told}: --out another")
 
     def runs(self) -> set[tuple[str, int]]:
         return {(run["arm"], run["seed"]) for run in self.made["runs"]}
@@ -168,7 +167,7 @@ def main() -> None:
         return over
 
     for seed in options.seeds:
-        todo = [name for name in options.arms if (name, seed) not in found.runs()]
+        todo = [name for name in options.arms if (name, seed) in missing]
         if not todo:
             continue
         if late():

@@ -44,10 +44,13 @@ def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
         return [mean(run["curves"][name][part]) for run in runs]
 
     first, last = slice(0, AT_ENDS), slice(-AT_ENDS, None)
-    other = {run["seed"]: mean(run["curves"]["reward"][last]) for run in against}
-    pairs = [(run["seed"], reward) for run, reward in zip(runs, of("reward", last), strict=True)]
+    base = {run["seed"]: run for run in against}
+    pairs = [(run, base[run["seed"]]) for run in runs if run["seed"] in base]
+    apart = [
+        mean(a["curves"]["reward"][last]) - mean(b["curves"]["reward"][last]) for a, b in pairs
+    ]
+    after = [a["last"] - b["last"] for a, b in pairs]
     own = [run["last_bfloat16"] for run in runs if "last_bfloat16" in run]
-    apart = [reward - other[seed] for seed, reward in pairs if seed in other]
     return {
         "arm": runs[0]["about"],
         "seeds": str(len(runs)),
@@ -55,6 +58,7 @@ def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
         f"last {AT_ENDS}": told(of("reward", last)),
         "less (a)'s": told(apart) if apart else "",
         "after": told([run["last"] for run in runs]),
+        "after, less": told(after) if after else "",
         "in bfloat16": told(own) if own else "",
         "ratio": told(of("ratio"), 4),
         "mismatch_kl": told(of("mismatch_kl"), 5),
@@ -64,6 +68,18 @@ def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
         "kept ids": f"{mean(of('support')):.0f}",
         "entropy, last": told(of("entropy", last)),
     }
+
+
+def by_seed(made: dict) -> list[dict[str, str]]:
+    """Of every arm and seed the reward in the last steps, and after them."""
+    lines = []
+    for arm, runs in by_arm(made).items():
+        line = {"last, after": arm}
+        for run in sorted(runs, key=lambda run: run["seed"]):
+            last = mean(run["curves"]["reward"][-AT_ENDS:])
+            line[f"seed {run['seed']}"] = f"{last:.3f}, {run['last']:.3f}"
+        lines.append(line)
+    return lines
 
 
 def ranges(made: dict) -> list[dict[str, str]]:
@@ -163,6 +179,7 @@ def main() -> None:
     arms = by_arm(made)
     against = arms.get("replay", [])
     print(markdown([ends(runs, against) for runs in arms.values()]), end="\n\n")
+    print(markdown(by_seed(made)), end="\n\n")
     print(markdown(ranges(made)), end="\n\n")
     print(markdown([times(runs) for runs in arms.values()]))
     if made["heads"]:
