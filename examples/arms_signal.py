@@ -79,6 +79,13 @@ def told(gram: Tensor, beside: list[int]) -> list[dict[str, float]]:
     return [{name: float(column[i]) for name, column in columns.items()} for i in range(len(gram))]
 
 
+def printed(table: list[dict]) -> str:
+    def text(cell: object) -> str:
+        return "{value:.3f} ± {error:.3f}".format(**cell) if isinstance(cell, dict) else str(cell)
+
+    return markdown([{name: text(cell) for name, cell in row.items()} for row in table])
+
+
 def main() -> None:
     parser = settings(__doc__.split("\n")[0])
     parser.set_defaults(steps=10)
@@ -104,14 +111,14 @@ def main() -> None:
     less = [told(gram[:, every != b][..., every != b], beside) for b in every]  # the jackknife
     table = []
     for at, (name, line) in enumerate(zip(NAMES, lines, strict=True)):
-        row = dict(zip(("sampler", "rule", "centered"), map(str, name), strict=True))
+        row = dict(zip(("sampler", "rule", "centered"), name, strict=True))
         for key, value in line.items():
             others = torch.tensor([one[at][key] for one in less])
             error = ((len(others) - 1) * others.var(correction=0)).sqrt().item()
-            row[key] = f"{value:.3f} ± {error:.3f}"
+            row[key] = {"value": value, "error": error}
         table.append(row)
     mean = {name: sum(r[name] for r in rewards) / len(rewards) for name in WAYS}
-    print(f"warm-up {warm}, then {options.steps} steps; rewards {mean}\n{markdown(table)}")
+    print(f"warm-up {warm}, then {options.steps} steps; rewards {mean}\n{printed(table)}")
     told_of = {name: value for name, value in vars(options).items() if name != "out"}
     told_of["model"] = Path(options.model).name
     found = {**environment(), "options": told_of, "rewards": mean, "rows": table}
