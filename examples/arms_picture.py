@@ -74,10 +74,13 @@ def by_seed(made: dict) -> list[dict[str, str]]:
     """Of every arm and seed the reward in the last steps, and after them."""
     lines = []
     for arm, runs in by_arm(made).items():
+        found = {run["seed"]: run for run in runs}
         line = {"last, after": arm}
-        for run in sorted(runs, key=lambda run: run["seed"]):
-            last = mean(run["curves"]["reward"][-AT_ENDS:])
-            line[f"seed {run['seed']}"] = f"{last:.3f}, {run['last']:.3f}"
+        for seed in sorted({run["seed"] for run in made["runs"]}):
+            line[f"seed {seed}"] = ""
+            if run := found.get(seed):
+                last = mean(run["curves"]["reward"][-AT_ENDS:])
+                line[f"seed {seed}"] = f"{last:.3f}, {run['last']:.3f}"
         lines.append(line)
     return lines
 
