@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -21,11 +23,24 @@ PANELS = {  # a curve: its title, and whether its scale is logarithmic
     "entropy": ("entropy (kept set; no replay: vocabulary)", False),
 }
 PARTS = ("rollout", "validate, move", "trunk", "head, loss", "backward", "optimizer", "publish")
+HEAD_PARTS = ("trunk", "head, loss", "backward")
 AT_ENDS = 5  # steps of a mean
+PAIRS = (  # of arms that differ in one thing
+    ("top-k", "replay"),
+    ("no-replay", "replay"),
+    ("fp8", "fp8-plain"),
+    ("fp8-reinforce", "fp8-reinforce-plain"),
+    ("fp8-reinforce", "fp8"),
+    ("fp8-kl", "fp8"),
+    ("stale-ipo", "stale"),
+    ("stale-kl", "stale"),
+)
 
 
 def told(values: list[float], digits: int = 3) -> str:
     """Mean and standard deviation over seeds."""
+    if not values:
+        return ""
     spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):.{digits}f}{spread}"
 
@@ -37,29 +52,36 @@ def by_arm(made: dict) -> dict[str, list[dict]]:
     return dict(sorted(found.items(), key=lambda item: item[1][0]["about"]))
 
 
+def last_steps(run: dict) -> float:
+    return mean(run["curves"]["reward"][-AT_ENDS:])
+
+
+def after(run: dict) -> float:
+    return run["last"]
+
+
+def less(runs: list[dict], against: list[dict], of: Callable[[dict], float]) -> list[float]:
+    """What is apart at equal seeds."""
+    base = {run["seed"]: of(run) for run in against}
+    return [of(run) - base[run["seed"]] for run in runs if run["seed"] in base]
+
+
 def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
-    """A line of the table of arms; its last rewards also less those of `against`, seed by seed."""
+    """A line of the table of arms; its last rewards also less those of `against`."""
 
     def of(name: str, part: slice = slice(None)) -> list[float]:
         return [mean(run["curves"][name][part]) for run in runs]
 
     first, last = slice(0, AT_ENDS), slice(-AT_ENDS, None)
-    base = {run["seed"]: run for run in against}
-    pairs = [(run, base[run["seed"]]) for run in runs if run["seed"] in base]
-    apart = [
-        mean(a["curves"]["reward"][last]) - mean(b["curves"]["reward"][last]) for a, b in pairs
-    ]
-    after = [a["last"] - b["last"] for a, b in pairs]
-    own = [run["last_bfloat16"] for run in runs if "last_bfloat16" in run]
     return {
         "arm": runs[0]["about"],
         "seeds": str(len(runs)),
         f"reward, first {AT_ENDS}": told(of("reward", first)),
         f"last {AT_ENDS}": told(of("reward", last)),
-        "less (a)'s": told(apart) if apart else "",
-        "after": told([run["last"] for run in runs]),
-        "after, less": told(after) if after else "",
-        "in bfloat16": told(own) if own else "",
+        "less (a)'s": told(less(runs, against, last_steps)),
+        "after": told([after(run) for run in runs]),
+        "after, less": told(less(runs, against, after)),
+        "in bfloat16": told([run["last_bfloat16"] for run in runs]),
         "ratio": told(of("ratio"), 4),
         "mismatch_kl": told(of("mismatch_kl"), 5),
         "mask_tv": told(of("mask_tv"), 4),
@@ -70,17 +92,26 @@ def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
     }
 
 
+def pairs(arms: dict[str, list[dict]]) -> list[dict[str, str]]:
+    """Arms that differ in one thing, at equal seeds: reward apart, and seeds where it is above."""
+    lines = []
+    for one, other in PAIRS:
+        line = {"less": f"{one} - {other}"}
+        for name, of in ((f"last {AT_ENDS}", last_steps), ("after", after)):
+            apart = less(arms.get(one, []), arms.get(other, []), of)
+            line[name] = told(apart)
+            line[f"{name}: above"] = f"{sum(x > 0 for x in apart)} of {len(apart)}"
+        lines.append(line)
+    return lines
+
+
 def by_seed(made: dict) -> list[dict[str, str]]:
     """Of every arm and seed the reward in the last steps, and after them."""
     lines = []
     for arm, runs in by_arm(made).items():
-        found = {run["seed"]: run for run in runs}
         line = {"last, after": arm}
-        for seed in sorted({run["seed"] for run in made["runs"]}):
-            line[f"seed {seed}"] = ""
-            if run := found.get(seed):
-                last = mean(run["curves"]["reward"][-AT_ENDS:])
-                line[f"seed {seed}"] = f"{last:.3f}, {run['last']:.3f}"
+        line |= {f"seed {seed}": "" for seed in sorted({run["seed"] for run in made["runs"]})}
+        line |= {f"seed {run['seed']}": f"{last_steps(run):.3f}, {after(run):.3f}" for run in runs}
         lines.append(line)
     return lines
 
@@ -108,14 +139,13 @@ def times(runs: list[dict]) -> dict[str, str]:
 
 def heads(made: dict) -> list[dict[str, str]]:
     """The same rows through each head."""
-    names = ("trunk", "head, loss", "backward")
     return [
         {
             "head, ms": one["title"],
             "tokens": f"{one['tokens']:,}",
-            **{part: f"{one['milliseconds'][part]:.1f}" for part in names},
-            "all": f"{sum(one['milliseconds'][part] for part in names):.1f}",
-            **{f"peak GiB, {part}": f"{one['gib'].get(part, 0.0):.2f}" for part in names},
+            **{part: f"{one['milliseconds'][part]:.1f}" for part in HEAD_PARTS},
+            "all": f"{sum(one['milliseconds'][part] for part in HEAD_PARTS):.1f}",
+            **{f"peak GiB, {part}": f"{one['gib'].get(part, 0.0):.2f}" for part in HEAD_PARTS},
         }
         for one in made["heads"].values()
     ]
@@ -123,29 +153,15 @@ def heads(made: dict) -> list[dict[str, str]]:
 
 def draw(made: dict, path: Path) -> None:
     figure, axes = pyplot.subplots(2, 4, figsize=(18, 8.5), layout="constrained")
-    colors = pyplot.get_cmap("tab10")
-    for place, (arm, runs) in enumerate(by_arm(made).items()):
-        style = "--" if not runs[0]["centering"] else "-"
-        for axis, name in zip(axes[:, :3].flat, PANELS, strict=True):
-            columns = list(zip(*(run["curves"][name] for run in runs), strict=True))
-            middle = [mean(column) for column in columns]
-            axis.plot(middle, style, color=colors(place), label=f"{runs[0]['about']} [{arm}]")
-            low, high = [min(c) for c in columns], [max(c) for c in columns]
-            axis.fill_between(range(len(columns)), low, high, color=colors(place), alpha=0.12)
-    for axis, (name, (title, log)) in zip(axes[:, :3].flat, PANELS.items(), strict=True):
-        axis.set(title=title, xlabel="step", yscale="log" if log else "linear")
-        if name == "uncentered":
-            axis.set_ylim(-0.05, 1.05)
-        axis.grid(alpha=0.3)
+    arms = by_arm(made)
+    colors = dict(zip(arms, cycle(("black", *pyplot.get_cmap("tab10").colors))))
+    for axis, name in zip(axes[:, :3].flat, PANELS, strict=True):
+        _curves(axis, name, arms, colors)
     lines = axes[0, 0].get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=4, fontsize=9)
-    _bars(axes[0, 3], {runs[0]["arm"]: runs[0]["milliseconds"] for runs in by_arm(made).values()})
-    axes[0, 3].set_title("a step, ms by part (first seed)")
-    compared = {one["title"]: one["milliseconds"] for one in made["heads"].values()}
-    if compared:
-        _bars(axes[1, 3], compared)
-        (tokens,) = {one["tokens"] for one in made["heads"].values()}
-        axes[1, 3].set_title(f"{tokens:,} tokens by head, ms")
+    _rewards(axes[0, 3], arms, colors)
+    if made["heads"]:
+        _heads(axes[1, 3], list(made["heads"].values()))
     else:
         axes[1, 3].set_axis_off()
     settings = ", ".join(f"{name} {value}" for name, value in made["settings"].items())
@@ -158,18 +174,45 @@ def draw(made: dict, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bars(axis, rows: dict[str, dict[str, float]]) -> None:
-    """A bar a row, of its parts."""
-    left = [0.0] * len(rows)
-    for part in PARTS:
-        widths = [parts.get(part, 0.0) for parts in rows.values()]
-        if any(widths):
-            axis.barh(list(rows), widths, left=left, label=part)
+def _curves(axis, name: str, arms: dict[str, list[dict]], colors: dict) -> None:
+    for arm, runs in arms.items():
+        columns = list(zip(*(run["curves"][name] for run in runs), strict=True))
+        label = f"{runs[0]['about']} [{arm}]"
+        style = "-" if runs[0]["centering"] else "--"
+        axis.plot([mean(c) for c in columns], style, color=colors[arm], label=label)
+        low, high = [min(c) for c in columns], [max(c) for c in columns]
+        axis.fill_between(range(len(columns)), low, high, color=colors[arm], alpha=0.07)
+    title, log = PANELS[name]
+    axis.set(title=title, xlabel="step", yscale="log" if log else "linear")
+    if name == "uncentered":
+        axis.set_ylim(-0.05, 1.05)
+    axis.grid(alpha=0.3)
+
+
+def _rewards(axis, arms: dict[str, list[dict]], colors: dict) -> None:
+    """A dot a seed, a bar at their mean."""
+    for arm, runs in arms.items():
+        apart = less(runs, arms.get("replay", []), last_steps)
+        axis.plot(apart, [arm] * len(apart), "o", color=colors[arm], alpha=0.35, markersize=5)
+        if apart:
+            axis.plot(mean(apart), arm, "|", color=colors[arm], markersize=16, markeredgewidth=3)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.3)
+    axis.set_title(f"reward less (a)'s, last {AT_ENDS} steps: seeds, mean")
+
+
+def _heads(axis, compared: list[dict]) -> None:
+    """A bar a head, of its parts."""
+    titles, left = [one["title"] for one in compared], [0.0] * len(compared)
+    for part in HEAD_PARTS:
+        widths = [one["milliseconds"][part] for one in compared]
+        axis.barh(titles, widths, left=left, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.invert_yaxis()
     axis.tick_params(labelsize=8)
-    if rows:
-        axis.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.08))
+    axis.set_title(f"{compared[0]['tokens']:,} tokens by head, ms")
+    axis.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.08))
 
 
 def main() -> None:
@@ -178,10 +221,11 @@ def main() -> None:
     print(f"{made['device']}, torch {made['torch']}, {made['settings']}")
     warm = [f"seed {w['seed']}: {w['reward']:.3f} in {w['steps']} steps" for w in made["warm_ups"]]
     print(f"warm-up: {'; '.join(warm)}")
-    print(f"all runs: {sum(run.get('seconds', 0) for run in made['runs']):.0f} s\n")
+    print(f"all runs: {sum(run['seconds'] for run in made['runs']):.0f} s\n")
     arms = by_arm(made)
     against = arms.get("replay", [])
     print(markdown([ends(runs, against) for runs in arms.values()]), end="\n\n")
+    print(markdown(pairs(arms)), end="\n\n")
     print(markdown(by_seed(made)), end="\n\n")
     print(markdown(ranges(made)), end="\n\n")
     print(markdown([times(runs) for runs in arms.values()]))

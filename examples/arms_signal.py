@@ -11,45 +11,63 @@ which is printed as a share of what it is for arm (a) itself. All inner products
 61st parameter (a prime: no width is a multiple of it).
 
     python examples/arms_signal.py --steps 10      # after ten steps of arm (a)
+    python examples/arms_signal.py --samplers bfloat16 stale --out signal_stale.json
 """
 
 import json
 from pathlib import Path
 
 import torch
-from arm_runs import ARMS, Arm, Trainer
+from arm_runs import ARMS, Trainer
 from arms import chosen, environment, settings
 from drift import LOSSES
 from drift_picture import markdown
-from reverse_text import group_advantages
+from reverse_text import coarse_weights, group_advantages
 from rich.progress import track
 from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results"
 STRIDE = 61
+BEHIND = 4  # steps of the sampler "stale"
 WAYS = {  # of a sampler: rules and whether they are centered; the first of all is arm (a)
     "bfloat16": (("icepop", True), ("reinforce", True)),
     "fp8": tuple((rule, centered) for rule in LOSSES for centered in (True, False)),
+    "stale": tuple((rule, True) for rule in LOSSES),
 }
-NAMES = [(sampler, *way) for sampler, ways in WAYS.items() for way in ways]
 
 
-def gradients(trainer: Trainer, seed: int) -> tuple[list[Tensor], dict[str, float]]:
+def train(trainer: Trainer, samplers: list[str], seed: int) -> dict[str, dict[str, Tensor]]:
+    """Trains arm (a); the weights of each sampler after it."""
+    steps, stale = trainer.options.steps, {}
+    if "stale" in samplers:  # the same run, a part of it
+        trainer.options.steps = steps - BEHIND
+        trainer.run(ARMS["replay"], seed)
+        stale = coarse_weights(trainer.model, "bfloat16")
+        trainer.options.steps = steps
+    trainer.run(ARMS["replay"], seed)
+    return {
+        name: stale if name == "stale" else coarse_weights(trainer.model, name) for name in samplers
+    }
+
+
+def gradients(
+    trainer: Trainer, samplers: dict[str, dict[str, Tensor]], seed: int
+) -> tuple[list[Tensor], dict[str, float]]:
     """Of every way on one batch of prompts, and the rewards of the samplers."""
     options, found, rewards = trainer.options, [], {}
     parameters = list(trainer.model.parameters())
-    for sampler, ways in WAYS.items():
+    for sampler, weights in samplers.items():
         torch.manual_seed(seed)
-        trainer.publish(sampler)
+        trainer.sampler.load_state_dict(weights, assign=True)
         prompts = trainer.task.prompts(options.prompts).repeat_interleave(options.samples, 0)
-        data = trainer.sample(prompts, Arm("", sampler=sampler))
+        data = trainer.sample(prompts, ARMS["replay"])
         reward = trainer.task.rewards(prompts, data.completions)
         rewards[sampler] = reward.mean().item()
         advantages = group_advantages(reward, options.samples)
         hidden = trainer.hidden(prompts, data.completions)
         support = data.support.to(trainer.device)
         inputs, _ = trainer.loss_inputs(hidden, data, support, advantages)
-        for rule, centered in ways:
+        for rule, centered in WAYS[sampler]:
             loss = LOSSES[rule](inputs, score_centering=centered).loss / inputs.loss_mask.sum()
             made = torch.autograd.grad(loss, parameters, retain_graph=True)
             found.append(torch.cat([g.flatten()[::STRIDE].float() for g in made]))
@@ -90,34 +108,40 @@ def main() -> None:
     parser = settings(__doc__.split("\n")[0])
     parser.set_defaults(steps=10)
     parser.add_argument("--batches", type=int, default=32)
+    parser.add_argument("--samplers", nargs="+", choices=WAYS, default=["bfloat16", "fp8"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default=str(RESULTS / "arms_signal.json"))
     options = chosen(parser)
     if options.batches < 4:
         parser.error("--batches must be 4 or more: errors are of leaving out one of them")
+    if options.samplers[0] != "bfloat16":
+        parser.error("--samplers must begin with bfloat16: all is compared with its icepop")
+    if "stale" in options.samplers and options.steps <= BEHIND:
+        parser.error(f"--steps must be more than the {BEHIND} that the sampler is behind")
+    names = [(sampler, *way) for sampler in options.samplers for way in WAYS[sampler]]
     trainer = Trainer(options)
     warm = trainer.warm_up(options.seed)
-    trainer.run(ARMS["replay"], options.seed)
+    samplers = train(trainer, options.samplers, options.seed)
     made, rewards = [], []
     for batch in track(range(options.batches), description="batches"):
-        found, reward = gradients(trainer, 10_000 + batch)
+        found, reward = gradients(trainer, samplers, 10_000 + batch)
         made.append(torch.stack(found))
         rewards.append(reward)
     flat = torch.stack(made, 1).flatten(0, 1)
-    gram = (flat @ flat.T).double().cpu().unflatten(0, (len(NAMES), -1))
-    gram = gram.unflatten(2, (len(NAMES), -1))
-    beside = [NAMES.index((sampler, "icepop", True)) for sampler, *_ in NAMES]
+    gram = (flat @ flat.T).double().cpu().unflatten(0, (len(names), -1))
+    gram = gram.unflatten(2, (len(names), -1))
+    beside = [names.index((sampler, "icepop", True)) for sampler, *_ in names]
     lines, every = told(gram, beside), torch.arange(options.batches)
     less = [told(gram[:, every != b][..., every != b], beside) for b in every]  # the jackknife
     table = []
-    for at, (name, line) in enumerate(zip(NAMES, lines, strict=True)):
+    for at, (name, line) in enumerate(zip(names, lines, strict=True)):
         row = dict(zip(("sampler", "rule", "centered"), name, strict=True))
         for key, value in line.items():
             others = torch.tensor([one[at][key] for one in less])
             error = ((len(others) - 1) * others.var(correction=0)).sqrt().item()
             row[key] = {"value": value, "error": error}
         table.append(row)
-    mean = {name: sum(r[name] for r in rewards) / len(rewards) for name in WAYS}
+    mean = {name: sum(r[name] for r in rewards) / len(rewards) for name in samplers}
     print(f"warm-up {warm}, then {options.steps} steps; rewards {mean}\n{printed(table)}")
     told_of = {name: value for name, value in vars(options).items() if name != "out"}
     told_of["model"] = Path(options.model).name

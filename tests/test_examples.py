@@ -217,6 +217,10 @@ def test_arms_are_what_they_say(monkeypatch, tmp_path, capsys):
     fp8, base = (sum(runs[name]["curves"]["reward"]) / 3 for name in ("fp8", "replay"))
     assert f"| {fp8:.3f}" in table
     assert f"| {fp8 - base:.3f} " in table
+    (pair,) = (text for text in printed.splitlines() if "| fp8-kl - fp8 " in text)
+    kl = sum(runs["fp8-kl"]["curves"]["reward"]) / 3
+    assert f"| {kl - fp8:.3f} " in pair
+    assert f"| {int(kl > fp8)} of 1 " in pair
     steps = runs["replay"]["curves"]["reward"]
     assert f"| {min(steps):.4g}, {max(steps):.4g} " in line
 
@@ -264,12 +268,37 @@ def test_the_signal_of_gradients_is_told_from_their_noise(monkeypatch):
 
 def test_the_signal_of_every_way(monkeypatch, tmp_path, capsys):
     module, out = example(monkeypatch, "arms_signal"), tmp_path / "signal.json"
-    options = ("--batches", "4", "--out", str(out))
-    monkeypatch.setattr(sys, "argv", ["arms_signal.py", *SMALL, *options])
+    options = [*SMALL, "--steps", "5", "--batches", "4", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["arms_signal.py", *options])
     module.main()
     rows = json.loads(out.read_text())["rows"]
-    assert [tuple(row.values())[:3] for row in rows] == module.NAMES
+    names = [(sampler, *way) for sampler in ("bfloat16", "fp8") for way in module.WAYS[sampler]]
+    assert [tuple(row.values())[:3] for row in rows] == names
     assert capsys.readouterr().out.count("| fp8 ") == 10
+    # The stale sampler is what the trainer was: its rewards are others.
+    stale = [*options, "--samplers", "bfloat16", "stale"]
+    monkeypatch.setattr(sys, "argv", ["arms_signal.py", *stale, "--lr", "0.1"])
+    module.main()
+    found = json.loads(out.read_text())
+    assert found["options"]["steps"] == 5
+    assert [row["sampler"] for row in found["rows"]] == ["bfloat16"] * 2 + ["stale"] * 5
+    assert found["rewards"]["bfloat16"] != found["rewards"]["stale"]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--samplers", "fp8"), "begin with bfloat16"),
+        (("--samplers", "bfloat16", "stale", "--steps", "4"), "more than the 4"),
+        (("--batches", "3"), "4 or more"),
+    ],
+)
+def test_signals_that_cannot_be_told_are_refused(monkeypatch, capsys, options, what):
+    module = example(monkeypatch, "arms_signal")
+    monkeypatch.setattr(sys, "argv", ["arms_signal.py", *SMALL, *options])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert what in capsys.readouterr().err
 
 
 def test_the_words_of_a_tokenizer(monkeypatch, tmp_path):
