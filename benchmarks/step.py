@@ -220,6 +220,11 @@ def title_of(head: str) -> str:
     return "no head" if head == TRUNK_ALONE else HEADS[head].title
 
 
+def beside(row: Row) -> float | None:
+    """The peak without what is held all the time."""
+    return None if row.peak_gib is None else row.peak_gib - row.held_gib
+
+
 def line(row: Row) -> dict[str, str]:
     def text(value: float | None, how: str) -> str:
         return "" if value is None else how.format(value)
@@ -230,7 +235,7 @@ def line(row: Row) -> dict[str, str]:
         "step ms": text(row.step_ms, "{:.1f}"),
         "tokens/s": text(row.tokens_a_second, "{:,.0f}"),
         "peak GiB": text(row.peak_gib, "{:.2f}"),
-        "beside weights": text(row.peak_gib and row.peak_gib - row.held_gib, "{:.2f}"),
+        "beside weights": text(beside(row), "{:.2f}"),
         "longest": text(row.longest, ("≥ " if row.stopped else "") + "{:,}"),
     }
 
@@ -243,7 +248,7 @@ def draw(name: str, title: str, rows: list[Row]) -> None:
     widths = list(dict.fromkeys(row.h for row in rows))
     panels = {
         "tokens a second": lambda row: row.tokens_a_second,
-        "peak memory, GiB": lambda row: row.peak_gib,
+        "peak memory beside weights and AdamW, GiB": beside,
         "tokens that fit in one step": lambda row: row.longest,
     }
     figure, axes = plt.subplots(

@@ -5,6 +5,7 @@ import copy
 import re
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from statistics import median
@@ -183,8 +184,11 @@ class Trainer:
         self.warm = copy.deepcopy(self.model.state_dict())
         return {"seed": seed, "steps": step, "reward": reward}
 
-    def run(self, arm: Arm, seed: int) -> dict:
-        """An arm from the warm-up on: its curves, its times, its last reward."""
+    def run(self, arm: Arm, seed: int, after: Callable[[int], None] = lambda _: None) -> dict:
+        """An arm from the warm-up on: its curves, its times, its last reward.
+
+        `after` is called with the number of steps that are done.
+        """
         start = time.perf_counter()
         torch.manual_seed(1000 + seed)
         self.model.load_state_dict(self.warm)
@@ -192,11 +196,13 @@ class Trainer:
         published = deque([coarse_weights(self.model, arm.sampler)], maxlen=arm.stale + 1)
         curves: dict[str, list[float]] = defaultdict(list)
         parts = Parts(self.device)
-        for _ in range(self.options.steps):
+        for step in range(1, self.options.steps + 1):
             self.sampler.load_state_dict(published[0], assign=True)
             self.step(arm, optimizer, parts, curves)
             published.append(coarse_weights(self.model, arm.sampler))
             parts.done("publish")
+            after(step)
+            parts.restart()
         return {
             **asdict(arm),
             "seed": seed,

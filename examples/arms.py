@@ -106,6 +106,15 @@ class Found:
     def runs(self) -> set[tuple[str, int]]:
         return {(run["arm"], run["seed"]) for run in self.made["runs"]}
 
+    def warmed(self, warm: dict) -> None:
+        """Adds a warm-up; one of a seed that is there must have come out the same."""
+        for other in self.made["warm_ups"]:
+            if other["seed"] == warm["seed"]:
+                if other["steps"] != warm["steps"] or abs(other["reward"] - warm["reward"]) > 0.01:
+                    raise SystemExit(f"{self.path} was warmed up otherwise, {other}, now {warm}")
+                return
+        self.made["warm_ups"].append(warm)
+
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
@@ -173,8 +182,7 @@ def main() -> None:
         if late():
             return
         warm = trainer.warm_up(seed)
-        if seed not in [one["seed"] for one in found.made["warm_ups"]]:
-            found.made["warm_ups"].append(warm)
+        found.warmed(warm)
         print(f"seed {seed}: reward {warm['reward']:.3f} after {warm['steps']} warm-up steps")
         if options.heads and not found.made["heads"]:
             found.made["heads"] = compare_heads(trainer)

@@ -37,7 +37,7 @@ PAIRS = (  # of arms that differ in one thing
 )
 
 
-def told(values: list[float], digits: int = 3) -> str:
+def spread(values: list[float], digits: int = 3) -> str:
     """Mean and standard deviation over seeds."""
     if not values:
         return ""
@@ -52,12 +52,22 @@ def by_arm(made: dict) -> dict[str, list[dict]]:
     return dict(sorted(found.items(), key=lambda item: item[1][0]["about"]))
 
 
+def at_common_seeds(arms: dict[str, list[dict]]) -> dict[str, list[dict]]:
+    """Runs of the seeds that all arms have, so that means compare; all where there are none."""
+    seeds = set.intersection(*({run["seed"] for run in runs} for runs in arms.values()))
+    return {a: [run for run in runs if run["seed"] in seeds] or runs for a, runs in arms.items()}
+
+
 def last_steps(run: dict) -> float:
     return mean(run["curves"]["reward"][-AT_ENDS:])
 
 
 def after(run: dict) -> float:
     return run["last"]
+
+
+def in_bfloat16(run: dict) -> float:
+    return run["last_bfloat16"]
 
 
 def less(runs: list[dict], against: list[dict], of: Callable[[dict], float]) -> list[float]:
@@ -76,30 +86,31 @@ def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
     return {
         "arm": runs[0]["about"],
         "seeds": str(len(runs)),
-        f"reward, first {AT_ENDS}": told(of("reward", first)),
-        f"last {AT_ENDS}": told(of("reward", last)),
-        "less (a)'s": told(less(runs, against, last_steps)),
-        "after": told([after(run) for run in runs]),
-        "after, less": told(less(runs, against, after)),
-        "in bfloat16": told([run["last_bfloat16"] for run in runs]),
-        "ratio": told(of("ratio"), 4),
-        "mismatch_kl": told(of("mismatch_kl"), 5),
-        "mask_tv": told(of("mask_tv"), 4),
-        "masked": told(of("masked"), 4),
+        f"reward, first {AT_ENDS}": spread(of("reward", first)),
+        f"last {AT_ENDS}": spread(of("reward", last)),
+        "less (a)'s": spread(less(runs, against, last_steps)),
+        "after": spread([after(run) for run in runs]),
+        "after, less": spread(less(runs, against, after)),
+        "in bfloat16": spread([in_bfloat16(run) for run in runs]),
+        "ratio": spread(of("ratio"), 4),
+        "mismatch_kl": spread(of("mismatch_kl"), 5),
+        "mask_tv": spread(of("mask_tv"), 4),
+        "masked": spread(of("masked"), 4),
         "uncentered": f"{mean(of('uncentered')):.0%}",
         "kept ids": f"{mean(of('support')):.0f}",
-        "entropy, last": told(of("entropy", last)),
+        "entropy, last": spread(of("entropy", last)),
     }
 
 
 def pairs(arms: dict[str, list[dict]]) -> list[dict[str, str]]:
     """Arms that differ in one thing, at equal seeds: reward apart, and seeds where it is above."""
     lines = []
+    rewards = {f"last {AT_ENDS}": last_steps, "after": after, "in bfloat16": in_bfloat16}
     for one, other in PAIRS:
         line = {"less": f"{one} - {other}"}
-        for name, of in ((f"last {AT_ENDS}", last_steps), ("after", after)):
+        for name, of in rewards.items():
             apart = less(arms.get(one, []), arms.get(other, []), of)
-            line[name] = told(apart)
+            line[name] = spread(apart)
             line[f"{name}: above"] = f"{sum(x > 0 for x in apart)} of {len(apart)}"
         lines.append(line)
     return lines
@@ -116,10 +127,11 @@ def by_seed(made: dict) -> list[dict[str, str]]:
     return lines
 
 
-def ranges(made: dict) -> list[dict[str, str]]:
+def ranges(arms: dict[str, list[dict]]) -> list[dict[str, str]]:
     """The least and the most of any step of any seed, by metric and arm."""
-    arms, lines = by_arm(made), []
-    for name in made["runs"][0]["curves"]:
+    lines = []
+    first, *_ = arms.values()
+    for name in first[0]["curves"]:
         line = {"least, most": name}
         for arm, runs in arms.items():
             steps = [value for run in runs for value in run["curves"][name]]
@@ -152,38 +164,49 @@ def heads(made: dict) -> list[dict[str, str]]:
 
 
 def draw(made: dict, path: Path) -> None:
-    figure, axes = pyplot.subplots(2, 4, figsize=(18, 8.5), layout="constrained")
+    """A row a letter, beside arm (a) in black."""
     arms = by_arm(made)
+    letters: dict[str, list[str]] = {}
+    for arm, runs in arms.items():
+        letter = runs[0]["about"][1]
+        letters.setdefault("abc" if letter in "abc" else letter, []).append(arm)
+    count = max(2, len(letters))
+    size = (24, 3.6 * count + 0.8)
+    figure, axes = pyplot.subplots(count, 7, figsize=size, squeeze=False, layout="constrained")
     colors = dict(zip(arms, cycle(("black", *pyplot.get_cmap("tab10").colors))))
-    for axis, name in zip(axes[:, :3].flat, PANELS, strict=True):
-        _curves(axis, name, arms, colors)
-    lines = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside lower center", ncols=4, fontsize=9)
-    _rewards(axes[0, 3], arms, colors)
+    common = at_common_seeds(arms)
+    for row, names in zip(axes, letters.values(), strict=False):
+        own = {arm: common[arm] for arm in dict.fromkeys(("replay", *names)) if arm in arms}
+        for axis, name in zip(row, PANELS, strict=False):
+            _curves(axis, name, own, colors)
+        row[0].legend(fontsize=7, loc="lower right")
+    _rewards(axes[0, -1], arms, colors)
+    for axis in axes[1:, -1]:
+        axis.set_axis_off()
     if made["heads"]:
-        _heads(axes[1, 3], list(made["heads"].values()))
-    else:
-        axes[1, 3].set_axis_off()
+        axes[1, -1].set_axis_on()
+        _heads(axes[1, -1], list(made["heads"].values()))
     settings = ", ".join(f"{name} {value}" for name, value in made["settings"].items())
     figure.suptitle(
         f"Reversing words or letters, top_p 0.95: mean over seeds, least and most of them\n"
         f"{settings}; {made['device']}, torch {made['torch']}",
         fontsize=10,
     )
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=75)
     pyplot.close(figure)
 
 
 def _curves(axis, name: str, arms: dict[str, list[dict]], colors: dict) -> None:
     for arm, runs in arms.items():
         columns = list(zip(*(run["curves"][name] for run in runs), strict=True))
-        label = f"{runs[0]['about']} [{arm}]"
         style = "-" if runs[0]["centering"] else "--"
-        axis.plot([mean(c) for c in columns], style, color=colors[arm], label=label)
+        axis.plot([mean(c) for c in columns], style, color=colors[arm], label=runs[0]["about"])
         low, high = [min(c) for c in columns], [max(c) for c in columns]
-        axis.fill_between(range(len(columns)), low, high, color=colors[arm], alpha=0.07)
+        axis.fill_between(range(len(columns)), low, high, color=colors[arm], alpha=0.08)
     title, log = PANELS[name]
-    axis.set(title=title, xlabel="step", yscale="log" if log else "linear")
+    axis.set(yscale="log" if log else "linear")
+    axis.set_title(title, fontsize=9)
+    axis.tick_params(labelsize=8)
     if name == "uncentered":
         axis.set_ylim(-0.05, 1.05)
     axis.grid(alpha=0.3)
@@ -192,26 +215,27 @@ def _curves(axis, name: str, arms: dict[str, list[dict]], colors: dict) -> None:
 def _rewards(axis, arms: dict[str, list[dict]], colors: dict) -> None:
     """A dot a seed, a bar at their mean."""
     for arm, runs in arms.items():
-        apart = less(runs, arms.get("replay", []), last_steps)
+        apart = [] if arm == "replay" else less(runs, arms.get("replay", []), last_steps)
         axis.plot(apart, [arm] * len(apart), "o", color=colors[arm], alpha=0.35, markersize=5)
         if apart:
-            axis.plot(mean(apart), arm, "|", color=colors[arm], markersize=16, markeredgewidth=3)
+            axis.plot(mean(apart), arm, "|", color=colors[arm], markersize=14, markeredgewidth=3)
     axis.invert_yaxis()
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.3)
-    axis.set_title(f"reward less (a)'s, last {AT_ENDS} steps: seeds, mean")
+    axis.axvline(0.0, color="black", linewidth=0.8)
+    axis.set_title(f"reward less (a)'s, last {AT_ENDS} steps, by seed", fontsize=9)
 
 
 def _heads(axis, compared: list[dict]) -> None:
     """A bar a head, of its parts."""
-    titles, left = [one["title"] for one in compared], [0.0] * len(compared)
+    titles, left = [one["title"].replace(", ", ",\n") for one in compared], [0.0] * len(compared)
     for part in HEAD_PARTS:
         widths = [one["milliseconds"][part] for one in compared]
         axis.barh(titles, widths, left=left, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.invert_yaxis()
     axis.tick_params(labelsize=8)
-    axis.set_title(f"{compared[0]['tokens']:,} tokens by head, ms")
+    axis.set_title(f"{compared[0]['tokens']:,} tokens by head, ms", fontsize=9)
     axis.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.08))
 
 
@@ -223,12 +247,12 @@ def main() -> None:
     print(f"warm-up: {'; '.join(warm)}")
     print(f"all runs: {sum(run['seconds'] for run in made['runs']):.0f} s\n")
     arms = by_arm(made)
-    against = arms.get("replay", [])
-    print(markdown([ends(runs, against) for runs in arms.values()]), end="\n\n")
+    against, common = arms.get("replay", []), at_common_seeds(arms)
+    print(markdown([ends(runs, against) for runs in common.values()]), end="\n\n")
     print(markdown(pairs(arms)), end="\n\n")
     print(markdown(by_seed(made)), end="\n\n")
-    print(markdown(ranges(made)), end="\n\n")
-    print(markdown([times(runs) for runs in arms.values()]))
+    print(markdown(ranges(common)), end="\n\n")
+    print(markdown([times(runs) for runs in common.values()]))
     if made["heads"]:
         print(f"\n{markdown(heads(made))}")
     draw(made, path.with_suffix(".png"))

@@ -38,15 +38,16 @@ WAYS = {  # of a sampler: rules and whether they are centered; the first of all 
 
 def train(trainer: Trainer, samplers: list[str], seed: int) -> dict[str, dict[str, Tensor]]:
     """Trains arm (a); the weights of each sampler after it."""
-    steps, stale = trainer.options.steps, {}
-    if "stale" in samplers:  # the same run, a part of it
-        trainer.options.steps = steps - BEHIND
-        trainer.run(ARMS["replay"], seed)
-        stale = coarse_weights(trainer.model, "bfloat16")
-        trainer.options.steps = steps
-    trainer.run(ARMS["replay"], seed)
+    weights = {}
+
+    def keep(step: int) -> None:
+        if step == trainer.options.steps - BEHIND:
+            weights["stale"] = coarse_weights(trainer.model, "bfloat16")
+
+    trainer.run(ARMS["replay"], seed, keep)
     return {
-        name: stale if name == "stale" else coarse_weights(trainer.model, name) for name in samplers
+        name: weights[name] if name == "stale" else coarse_weights(trainer.model, name)
+        for name in samplers
     }
 
 
@@ -74,7 +75,7 @@ def gradients(
     return found, rewards
 
 
-def told(gram: Tensor, beside: list[int]) -> list[dict[str, float]]:
+def signals(gram: Tensor, beside: list[int]) -> list[dict[str, float]]:
     """Of inner products [ways, batches, ways, batches]: a line a way, against the first.
 
     `beside[i]` is the way whose progress that of `i` is also divided by: on the same rollouts,
@@ -95,6 +96,21 @@ def told(gram: Tensor, beside: list[int]) -> list[dict[str, float]]:
         "of icepop's": progress / progress[beside],
     }
     return [{name: float(column[i]) for name, column in columns.items()} for i in range(len(gram))]
+
+
+def jackknife(gram: Tensor, beside: list[int]) -> list[dict[str, dict[str, float]]]:
+    """The same, each with its standard error: of what it is without one batch after another."""
+    batches = torch.arange(gram.shape[1])
+    less = [signals(gram[:, batches != b][..., batches != b], beside) for b in batches]
+    lines = []
+    for at, line in enumerate(signals(gram, beside)):
+        found = {}
+        for name, value in line.items():
+            others = torch.tensor([one[at][name] for one in less])
+            error = ((len(others) - 1) * others.var(correction=0)).sqrt()
+            found[name] = {"value": value, "error": float(error)}
+        lines.append(found)
+    return lines
 
 
 def printed(table: list[dict]) -> str:
@@ -131,21 +147,16 @@ def main() -> None:
     gram = (flat @ flat.T).double().cpu().unflatten(0, (len(names), -1))
     gram = gram.unflatten(2, (len(names), -1))
     beside = [names.index((sampler, "icepop", True)) for sampler, *_ in names]
-    lines, every = told(gram, beside), torch.arange(options.batches)
-    less = [told(gram[:, every != b][..., every != b], beside) for b in every]  # the jackknife
-    table = []
-    for at, (name, line) in enumerate(zip(names, lines, strict=True)):
-        row = dict(zip(("sampler", "rule", "centered"), name, strict=True))
-        for key, value in line.items():
-            others = torch.tensor([one[at][key] for one in less])
-            error = ((len(others) - 1) * others.var(correction=0)).sqrt().item()
-            row[key] = {"value": value, "error": error}
-        table.append(row)
+    keys = ("sampler", "rule", "centered")
+    table = [
+        dict(zip(keys, name, strict=True)) | line
+        for name, line in zip(names, jackknife(gram, beside), strict=True)
+    ]
     mean = {name: sum(r[name] for r in rewards) / len(rewards) for name in samplers}
     print(f"warm-up {warm}, then {options.steps} steps; rewards {mean}\n{printed(table)}")
-    told_of = {name: value for name, value in vars(options).items() if name != "out"}
-    told_of["model"] = Path(options.model).name
-    found = {**environment(), "options": told_of, "rewards": mean, "rows": table}
+    used = {name: value for name, value in vars(options).items() if name != "out"}
+    used["model"] = Path(options.model).name
+    found = {**environment(), "options": used, "rewards": mean, "rows": table}
     Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
 
 

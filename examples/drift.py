@@ -229,7 +229,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     return [row for row in found.values() if "sampled" in row]
 
 
-def told(row: dict) -> dict[str, str]:
+def line(row: dict) -> dict[str, str]:
     """A line of the table."""
     way, replay = row["way"], row["kind"] == "REPLAY"
     kind = {"NONE": "over V", "HEAD": f"HEAD {way['size']}", "DRAWS": f"DRAWS {way['size']}"}
@@ -268,7 +268,7 @@ def main() -> None:
     rows = run(options)
     seconds = time.process_time() - start
     for group in options.groups:
-        print(f"\n{group}\n{markdown([told(row) for row in rows if row['group'] == group])}")
+        print(f"\n{group}\n{markdown([line(row) for row in rows if row['group'] == group])}")
     print(f"\n{options.seeds} seeds, mean ± standard deviation; {seconds:.0f} s of one core")
     settings = {name: getattr(options, name) for name in ("seeds", "steps", "batch", "lr")}
     made = {"torch": torch.__version__, "seconds": round(seconds), **settings, "arms": rows}

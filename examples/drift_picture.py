@@ -1,7 +1,7 @@
 """Draws what `drift.py` found, and the tables of the examples."""
 
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import matplotlib
 
@@ -11,7 +11,10 @@ from matplotlib import pyplot
 CENTERED, PLAIN = "#2a6fa8", "#c8553d"
 SHOWN = {  # a row of panels: what is drawn, its scale, and what it says
     "drift": ("drift: KL from the start, where there is nothing to learn", (-0.05, 2.9)),
-    "p_best": ("p of the best action, which pays 0.2 more (start: 1/16)", (-0.03, 1.03)),
+    "p_best": (
+        "p of the best action, which pays 0.2 more (start: 1/16); where top_p cuts: q of it",
+        (-0.03, 1.03),
+    ),
 }
 
 
@@ -45,8 +48,10 @@ def draw(made: dict, path: Path) -> None:
             axis.set_title(sampler, fontsize=9)
         for axis, sigma in zip(axes[4:], (0.0, 0.3), strict=True):
             some = [r for r in rows if r["group"] == "kept set" and r["sigma"] == sigma]
-            _dots(axis, [r for r in some if r["kind"] == "REPLAY"], name, {})
-            _dots(axis, [r for r in some if r["kind"] != "REPLAY"], name, {}, hollow=True)
+            # A replayed policy stops where the sampler has one id left: q says what was learned.
+            own = "q_best" if name == "p_best" else name
+            _dots(axis, [r for r in some if r["kind"] == "REPLAY"], own, {})
+            _dots(axis, [r for r in some if r["kind"] != "REPLAY"], own, {}, hollow=True)
             axis.set_title(f"top_p 0.9, b fixed, sigma {sigma:g}", fontsize=9)
         for axis in axes:
             axis.set_xlim(limits)
@@ -62,7 +67,7 @@ def draw(made: dict, path: Path) -> None:
     figure.suptitle(
         "What moves a policy whose sampler is q = softmax(theta + b), and not p = softmax(theta): "
         f"16 actions, {made['steps']} steps of {made['batch']} sampled actions, {made['seeds']} "
-        "seeds, mean and standard deviation\n(every advantage 0.2 too high; top_p: full circles "
+        "seeds: mean, least and most\n(every advantage 0.2 too high; top_p: full circles "
         "replay the kept set, empty ones normalise over all 16)",
         fontsize=10,
     )
@@ -70,8 +75,10 @@ def draw(made: dict, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _spread(values: list[float]) -> float:
-    return stdev(values) if len(values) > 1 else 0.0
+def _reach(columns: list[list[float]]) -> list[list[float]]:
+    """From the mean to the least and to the most, for bars of errors."""
+    below = [mean(values) - min(values) for values in columns]
+    return [below, [max(values) - mean(values) for values in columns]]
 
 
 def _dots(axis, rows: list[dict], name: str, labels: dict, hollow: bool = False) -> None:
@@ -83,7 +90,7 @@ def _dots(axis, rows: list[dict], name: str, labels: dict, hollow: bool = False)
         axis.errorbar(
             [mean(values) for values in some.values()],
             heights,
-            xerr=[_spread(values) for values in some.values()],
+            xerr=_reach(list(some.values())),
             fmt="o",
             color=color,
             markerfacecolor="white" if hollow else color,
@@ -128,7 +135,7 @@ def _evidence(part, rows: list[dict]) -> None:
                 [at + shift for at in places],
                 [mean(v) for v in values],
                 0.38,
-                yerr=[_spread(v) for v in values],
+                yerr=_reach(values),
                 color=color,
                 error_kw={"linewidth": 0.8},
             )

@@ -401,9 +401,8 @@ def test_the_heads_of_a_step_compute_one_loss(head):
         loss = HEADS[name].loss(hidden, weight, rows)
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
-    exact = gradients("ours", torch.float64)
+    # What a head is held to is another's, so that none is its own measure.
+    exact = gradients("ours" if head == "full" else "full", torch.float64)
     assert exact[1].norm() > 0.1
-    plain = gradients("full", torch.float32)
-    for got, wanted, other in zip(gradients(head, torch.float32), exact, plain, strict=True):
-        bound = 2 * measure.relative_error(other, wanted)
-        assert measure.relative_error(got, wanted) <= bound + 10 * torch.finfo(torch.float32).eps
+    for got, wanted in zip(gradients(head, torch.float32), exact, strict=True):
+        assert measure.relative_error(got, wanted) <= 20 * torch.finfo(torch.float32).eps

@@ -191,7 +191,7 @@ def test_arms_are_what_they_say(monkeypatch, tmp_path, capsys):
         curves = run["curves"]
         assert all(len(values) == 3 for values in curves.values())
         assert curves["uncentered"] == [1.0 if name == "no-replay" else 0.0] * 3
-        assert all(run["milliseconds"][part] >= 0 for part in ("rollout", "trunk", "head, loss"))
+        assert all(run["milliseconds"][part] > 0 for part in ("rollout", "trunk", "head, loss"))
     # One warm-up, one seed: the first rollout of equal samplers is the same.
     first = {name: run["curves"]["reward"][0] for name, run in runs.items()}
     assert first["replay"] == first["top-k"] == first["no-replay"] == first["stale"]
@@ -225,6 +225,47 @@ def test_arms_are_what_they_say(monkeypatch, tmp_path, capsys):
     assert f"| {min(steps):.4g}, {max(steps):.4g} " in line
 
 
+def test_every_arm_trains_its_own_way(monkeypatch, tmp_path):
+    options = "--seeds 0 --no-heads --steps 6 --prompts 16 --samples 4 --lr 0.01"
+    options += " --warmup-steps 10 --warmup-lr 2e-3"
+    made = arms(monkeypatch, tmp_path / "arms.json", *options.split())
+    curves = {run["arm"]: run["curves"] for run in made["runs"]}
+    mismatch = {arm: own["mismatch_kl"] for arm, own in curves.items()}
+
+    def apart(one: str, other: str) -> int:
+        """The first step at which two arms differ; 6 if none does."""
+        pairs = zip(mismatch[one], mismatch[other], strict=True)
+        return next((step for step, (a, b) in enumerate(pairs) if a != b), 6)
+
+    # What differs in the sampler or the support shows at once, what differs in the loss thereafter.
+    assert apart("fp8", "replay") == apart("no-replay", "replay") == 0
+    assert apart("fp8-reinforce", "fp8") == apart("fp8-reinforce", "fp8-reinforce-plain") == 1
+    assert apart("fp8-kl", "fp8") == apart("stale-kl", "stale") == 1
+    assert 1 <= apart("stale-ipo", "stale") < 6  # at the first nothing is masked
+    # A stale sampler is what the trainer began with, and soon far from it.
+    assert apart("stale", "replay") == 1
+    assert min(mismatch["stale"][1:]) > 10 * max(mismatch["replay"])
+    assert max(curves["stale"]["masked"]) > 0
+    # Reinforce masks nothing, and has the more to center.
+    correction = curves["fp8"]["correction_l1"][0]
+    for arm in ("fp8-reinforce", "fp8-reinforce-plain"):
+        assert curves[arm]["masked"] == [0.0] * 6
+        assert curves[arm]["correction_l1"][0] > 100 * correction
+
+
+def test_an_arm_of_top_k_keeps_as_many(monkeypatch):
+    module, options = example(monkeypatch, "arm_runs"), example(monkeypatch, "arms")
+    parser = options.settings("")
+    trainer = module.Trainer(parser.parse_args(list(SMALL)))
+    prompts = trainer.task.prompts(4)
+    widths = [
+        trainer.sample(prompts, module.Arm("", top_k=k)).support.offsets.diff().max()
+        for k in (0, 3)
+    ]
+    assert widths[0] > 3
+    assert widths[1] == 3
+
+
 def test_arms_go_on_where_they_were_cut(monkeypatch, tmp_path, capsys):
     out, cut, whole = tmp_path / "arms.json", ("--arms", "replay", "fp8"), ("--seeds", "0", "1")
     arms(monkeypatch, out, "--arms", "replay", "--no-heads", "--seeds", "0")
@@ -238,6 +279,10 @@ def test_arms_go_on_where_they_were_cut(monkeypatch, tmp_path, capsys):
         assert one["last"] == other["last"]
     with pytest.raises(SystemExit, match="other settings"):
         arms(monkeypatch, out, "--lr", "1")
+    made["warm_ups"][0]["reward"] += 0.1
+    out.write_text(json.dumps(made))
+    with pytest.raises(SystemExit, match="warmed up otherwise"):
+        arms(monkeypatch, out, "--arms", "stale", "--no-heads", "--seeds", "0")
     capsys.readouterr()
     late = ("--arms", "replay", "--no-heads", "--minutes", "0")
     assert arms(monkeypatch, tmp_path / "none.json", *late) == {}
@@ -251,7 +296,7 @@ def test_the_signal_of_gradients_is_told_from_their_noise(monkeypatch):
     noise = torch.tensor([0.1, 0.2, 0.3])[:, None, None]
     flat = (signal + noise * torch.randn(3, 200, 4000)).flatten(0, 1)
     gram = (flat @ flat.T).double().unflatten(0, (3, 200)).unflatten(2, (3, 200))
-    lines = example(monkeypatch, "arms_signal").told(gram, [0, 0, 1])
+    lines = example(monkeypatch, "arms_signal").signals(gram, [0, 0, 1])
     for line, size, noises, cosine in zip(
         lines, (100, 400, 100), (40, 160, 360), (1.0, 1.0, 0.5), strict=True
     ):
@@ -262,8 +307,25 @@ def test_the_signal_of_gradients_is_told_from_their_noise(monkeypatch):
     assert [line["progress"] for line in lines] == pytest.approx(expected, abs=0.02)
     assert [line["of icepop's"] for line in lines] == pytest.approx(expected, abs=0.02)
     # Where batches that differ have products below 0, no direction is told.
-    nothing = example(monkeypatch, "arms_signal").told(gram - 1e4, [0, 0, 1])
+    nothing = example(monkeypatch, "arms_signal").signals(gram - 1e4, [0, 0, 1])
     assert all(isnan(line["progress"]) and isnan(line["cosine"]) for line in nothing)
+
+
+def test_errors_of_signals_are_what_repeated_draws_scatter_by(monkeypatch):
+    module = example(monkeypatch, "arms_signal")
+    torch.manual_seed(0)
+    signal = torch.zeros(2, 1, 400)
+    signal[0, 0, :100], signal[1, 0, 50:150] = 1.0, 1.0
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(60):
+        shared = torch.randn(1, 24, 400)  # of the same rollouts
+        flat = (signal + shared + 0.5 * torch.randn(2, 24, 400)).flatten(0, 1)
+        gram = (flat @ flat.T).double().unflatten(0, (2, 24)).unflatten(2, (2, 24))
+        for name, told in module.jackknife(gram, [0, 0])[1].items():
+            found.setdefault(name, []).append((told["value"], told["error"]))
+    for name, draws in found.items():
+        values, errors = torch.tensor(draws).T
+        assert 0.7 < errors.mean() / values.std() < 1.5, name
 
 
 def test_the_signal_of_every_way(monkeypatch, tmp_path, capsys):
