@@ -86,15 +86,22 @@ def compare_heads(trainer: Trainer, times: int = 8, calls: int = 10) -> dict[str
     }
 
 
+def made_with(device: str) -> dict:
+    """The machine and the versions; of a GPU only if it was used."""
+    facts = environment()
+    if torch.cuda.is_available() and not device.startswith("cuda"):
+        facts["device"] = "CPU"
+    return facts
+
+
 class Found:
     """The JSON of all runs: added to after each, so that a run of the program may be cut."""
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         settings = {name: getattr(options, name) for name in SETTINGS}
         settings["model"] = Path(options.model).name
-        facts = environment()
-        if not options.device.startswith("cuda"):
-            facts["device"] = "CPU"
+        facts = made_with(options.device)
+        self.by = {"commit": facts["commit"], "torch": facts["torch"]}  # of a run
         self.path, self.made = path, {**facts, "settings": settings}
         self.made |= {"warm_ups": [], "runs": [], "heads": {}}
         if path.exists():
@@ -191,7 +198,7 @@ def main() -> None:
                 return
             start = time.monotonic()
             run = trainer.run(ARMS[name], seed)
-            found.made["runs"].append({"arm": name, **run})
+            found.made["runs"].append({"arm": name, **run, **found.by})
             found.save()
             longest = max(longest, time.monotonic() - start)
             first, last = (run["curves"]["reward"][at] for at in (0, -1))

@@ -25,12 +25,13 @@ PANELS = {  # a curve: its title, and whether its scale is logarithmic
 PARTS = ("rollout", "validate, move", "trunk", "head, loss", "backward", "optimizer", "publish")
 HEAD_PARTS = ("trunk", "head, loss", "backward")
 AT_ENDS = 5  # steps of a mean
-PAIRS = (  # of arms that differ in one thing
+PAIRS = (  # arms that are compared at equal seeds
     ("top-k", "replay"),
     ("no-replay", "replay"),
     ("fp8", "fp8-plain"),
     ("fp8-reinforce", "fp8-reinforce-plain"),
     ("fp8-reinforce", "fp8"),
+    ("fp8-reinforce", "replay"),
     ("fp8-kl", "fp8"),
     ("stale-ipo", "stale"),
     ("stale-kl", "stale"),
@@ -41,8 +42,8 @@ def spread(values: list[float], digits: int = 3) -> str:
     """Mean and standard deviation over seeds."""
     if not values:
         return ""
-    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{spread}"
+    apart = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{apart}"
 
 
 def by_arm(made: dict) -> dict[str, list[dict]]:
@@ -103,7 +104,7 @@ def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
 
 
 def pairs(arms: dict[str, list[dict]]) -> list[dict[str, str]]:
-    """Arms that differ in one thing, at equal seeds: reward apart, and seeds where it is above."""
+    """Of two arms at equal seeds: rewards apart, and at how many seeds the first is above."""
     lines = []
     rewards = {f"last {AT_ENDS}": last_steps, "after": after, "in bfloat16": in_bfloat16}
     for one, other in PAIRS:
@@ -180,7 +181,7 @@ def draw(made: dict, path: Path) -> None:
         for axis, name in zip(row, PANELS, strict=False):
             _curves(axis, name, own, colors)
         row[0].legend(fontsize=7, loc="lower right")
-    _rewards(axes[0, -1], arms, colors)
+    _rewards(axes[0, -1], arms, common, colors)
     for axis in axes[1:, -1]:
         axis.set_axis_off()
     if made["heads"]:
@@ -204,7 +205,7 @@ def _curves(axis, name: str, arms: dict[str, list[dict]], colors: dict) -> None:
         low, high = [min(c) for c in columns], [max(c) for c in columns]
         axis.fill_between(range(len(columns)), low, high, color=colors[arm], alpha=0.08)
     title, log = PANELS[name]
-    axis.set(yscale="log" if log else "linear")
+    axis.set(yscale="log" if log else "linear", xlabel="step")
     axis.set_title(title, fontsize=9)
     axis.tick_params(labelsize=8)
     if name == "uncentered":
@@ -212,18 +213,24 @@ def _curves(axis, name: str, arms: dict[str, list[dict]], colors: dict) -> None:
     axis.grid(alpha=0.3)
 
 
-def _rewards(axis, arms: dict[str, list[dict]], colors: dict) -> None:
-    """A dot a seed, a bar at their mean."""
-    for arm, runs in arms.items():
-        apart = [] if arm == "replay" else less(runs, arms.get("replay", []), last_steps)
-        axis.plot(apart, [arm] * len(apart), "o", color=colors[arm], alpha=0.35, markersize=5)
-        if apart:
-            axis.plot(mean(apart), arm, "|", color=colors[arm], markersize=14, markeredgewidth=3)
+def _rewards(axis, arms: dict, common: dict, colors: dict) -> None:
+    """A dot a seed, hollow if not all arms have it, and a bar at the mean of the others."""
+    base = arms.get("replay", [])
+    for arm, color in colors.items():
+        if arm == "replay":
+            continue
+        more = [run for run in arms[arm] if run not in common[arm]]
+        for runs, face in ((common[arm], color), (more, "none")):
+            apart = less(runs, base, last_steps)
+            axis.plot(apart, [arm] * len(apart), "o", color=color, mfc=face, alpha=0.45, ms=5)
+        if apart := less(common[arm], base, last_steps):
+            axis.plot(mean(apart), arm, "|", color=color, ms=14, mew=3)
     axis.invert_yaxis()
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.3)
     axis.axvline(0.0, color="black", linewidth=0.8)
-    axis.set_title(f"reward less (a)'s, last {AT_ENDS} steps, by seed", fontsize=9)
+    title = f"reward less (a)'s, last {AT_ENDS} steps\n(hollow: seeds of some arms alone)"
+    axis.set_title(title, fontsize=9)
 
 
 def _heads(axis, compared: list[dict]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from arm_runs import ARMS, Trainer
-from arms import chosen, environment, settings
+from arms import chosen, made_with, settings
 from drift import LOSSES
 from drift_picture import markdown
 from reverse_text import coarse_weights, group_advantages
@@ -156,7 +156,7 @@ def main() -> None:
     print(f"warm-up {warm}, then {options.steps} steps; rewards {mean}\n{printed(table)}")
     used = {name: value for name, value in vars(options).items() if name != "out"}
     used["model"] = Path(options.model).name
-    found = {**environment(), "options": used, "rewards": mean, "rows": table}
+    found = {**made_with(options.device), "options": used, "rewards": mean, "rows": table}
     Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -253,6 +253,69 @@ def test_every_arm_trains_its_own_way(monkeypatch, tmp_path):
         assert curves[arm]["correction_l1"][0] > 100 * correction
 
 
+def test_arms_are_labelled_as_they_are(monkeypatch):
+    for arm in example(monkeypatch, "arm_runs").ARMS.values():
+        about = arm.about
+        assert arm.loss == next((x for x in ("reinforce", "ipo") if f" {x}" in about), "icepop")
+        assert arm.replay == ("no replay" not in about)
+        assert arm.centering == ("no centering" not in about)
+        assert arm.top_k == (2048 if "top_k 2048" in about else 0)
+        assert arm.sampler == ("fp8" if "fp8" in about else "bfloat16")
+        assert arm.stale == (4 if "4 steps behind" in about else 0)
+        assert arm.kl_tau == (0.1 if "kl_tau 0.1" in about else 0.0)
+
+
+def test_a_stale_sampler_has_the_weights_of_so_many_steps_before(monkeypatch):
+    runs, signal = example(monkeypatch, "arm_runs"), example(monkeypatch, "arms_signal")
+    parser = example(monkeypatch, "arms").settings("")
+    options = [*SMALL, "--steps", "7", "--samples", "4", "--prompts", "16", "--lr", "0.01"]
+    trainer = runs.Trainer(parser.parse_args(options))
+    trainer.warm_up(0)
+
+    def norm(model) -> float:
+        return float(sum(x.detach().float().square().sum() for x in model.parameters()))
+
+    bfloat16 = runs.coarse_weights(trainer.model, "bfloat16")
+    trainer.sampler.load_state_dict(bfloat16, assign=True)
+    made, used = [norm(trainer.sampler)], []
+
+    def look(step: int) -> None:
+        used.append(norm(trainer.sampler))
+        trainer.sampler.load_state_dict(runs.coarse_weights(trainer.model, "bfloat16"), assign=True)
+        made.append(norm(trainer.sampler))
+
+    trainer.run(runs.ARMS["stale"], 0, look)
+    assert len(set(made)) == 8
+    assert used == [made[max(0, step - 4)] for step in range(7)]
+    # And so the stale sampler of signals, beside arm (a).
+    weights = signal.train(trainer, ["bfloat16", "stale"], 0)
+    trainer.options.steps = 3
+    trainer.run(runs.ARMS["replay"], 0)
+    for name, tensor in runs.coarse_weights(trainer.model, "bfloat16").items():
+        torch.testing.assert_close(weights["stale"][name], tensor, rtol=0, atol=0)
+    assert list(weights) == ["bfloat16", "stale"]
+
+
+def test_arms_are_compared_at_the_seeds_that_all_have(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "arms.json"
+    arms(monkeypatch, out, "--arms", "replay", "fp8", "--no-heads", "--seeds", "0")
+    made = arms(monkeypatch, out, "--arms", "replay", "--no-heads", "--seeds", "1")
+    made["runs"][0]["curves"]["reward"] = [0.25, 0.5, 0.75]
+    made["runs"][1]["curves"]["reward"] = [0.5, 0.5, 0.5]
+    out.write_text(json.dumps(made))
+    capsys.readouterr()
+    picture = example(monkeypatch, "arms_picture")
+    monkeypatch.setattr(sys, "argv", ["arms_picture.py", str(out)])
+    picture.main()
+    printed = capsys.readouterr().out.splitlines()
+    cells = [line.split() for line in printed if line.startswith("| (a) replay, exact centering ")]
+    assert cells[0][6:9] == ["1", "|", "0.500"]
+    (line,) = (line for line in printed if line.startswith("| reward "))
+    assert line.split("|")[2].strip() == "0.25, 0.75"  # of seed 0 alone
+    (line,) = (line for line in printed if line.startswith("| replay "))
+    assert line.count(", ") == 2  # every seed's own rewards are there
+
+
 def test_an_arm_of_top_k_keeps_as_many(monkeypatch):
     module, options = example(monkeypatch, "arm_runs"), example(monkeypatch, "arms")
     parser = options.settings("")
