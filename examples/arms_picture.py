@@ -5,12 +5,12 @@ import sys
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import matplotlib
 
 matplotlib.use("Agg")
-from drift_picture import markdown
+from drift_picture import markdown, spread
 from matplotlib import pyplot
 
 RESULTS = Path(__file__).parent / "results"
@@ -38,14 +38,6 @@ PAIRS = (  # arms that are compared at equal seeds
 )
 
 
-def spread(values: list[float], digits: int = 3) -> str:
-    """Mean and standard deviation over seeds."""
-    if not values:
-        return ""
-    apart = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{apart}"
-
-
 def by_arm(made: dict) -> dict[str, list[dict]]:
     found: dict[str, list[dict]] = {}
     for run in made["runs"]:
@@ -57,6 +49,10 @@ def at_common_seeds(arms: dict[str, list[dict]]) -> dict[str, list[dict]]:
     """Runs of the seeds that all arms have, so that means compare; all where there are none."""
     seeds = set.intersection(*({run["seed"] for run in runs} for runs in arms.values()))
     return {a: [run for run in runs if run["seed"] in seeds] or runs for a, runs in arms.items()}
+
+
+def first_step(run: dict) -> float:
+    return run["curves"]["reward"][0]
 
 
 def last_steps(run: dict) -> float:
@@ -106,7 +102,8 @@ def ends(runs: list[dict], against: list[dict]) -> dict[str, str]:
 def pairs(arms: dict[str, list[dict]]) -> list[dict[str, str]]:
     """Of two arms at equal seeds: rewards apart, and at how many seeds the first is above."""
     lines = []
-    rewards = {f"last {AT_ENDS}": last_steps, "after": after, "in bfloat16": in_bfloat16}
+    rewards = {"first step": first_step, f"last {AT_ENDS}": last_steps}
+    rewards |= {"after": after, "in bfloat16": in_bfloat16}
     for one, other in PAIRS:
         line = {"less": f"{one} - {other}"}
         for name, of in rewards.items():

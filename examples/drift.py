@@ -22,10 +22,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
 
 import torch
-from drift_picture import draw, markdown
+from drift_picture import draw, markdown, spread
 from rich.progress import track
 from torch import Tensor
 from transformers import TopPLogitsWarper
@@ -199,8 +198,9 @@ def taken(q: Tensor, noise: Tensor | None, repeats: bool) -> tuple[Tensor, Tenso
     return context, action, weights.flatten(0, -2)[context, action]
 
 
-def run(options: argparse.Namespace) -> list[dict]:
-    """Of every arm its setting, and under `sampled` and `expected` its ends, a number a seed."""
+def run(options: argparse.Namespace) -> tuple[list[dict], Tensor]:
+    """Of every arm its setting, and under `sampled` and `expected` its ends, a number a seed; and
+    b at sigma 1, `[seeds, 2, 16]`."""
     by_way: dict[Way, list[Arm]] = defaultdict(list)
     for arm in arms():
         if arm.group in options.groups:
@@ -226,7 +226,20 @@ def run(options: argparse.Namespace) -> list[dict]:
     for world, one in runs:
         for arm, ends in one.ends().items():
             found[arm][world] = ends
-    return [row for row in found.values() if "sampled" in row]
+    return [row for row in found.values() if "sampled" in row], b
+
+
+def samplers(b: Tensor) -> list[dict[str, str]]:
+    """How far they are from the policy that all begin with, which is uniform."""
+    lines = []
+    for sigma in (0.3, 1.0):
+        log_q = (sigma * b).log_softmax(-1)
+        kl = (log_q.exp() * (log_q + math.log(ACTIONS))).sum(-1)
+        ratios = (log_q[:, 1].amin(-1) + math.log(ACTIONS)).neg().exp()
+        cells = {"sampler at first": f"sigma {sigma:g}", "mismatch_kl": f"{kl.mean():.3f}"}
+        cells["p / q of the best action"] = f"{ratios.min():.1f} to {ratios.max():.1f}"
+        lines.append(cells)
+    return lines
 
 
 def line(row: dict) -> dict[str, str]:
@@ -236,7 +249,7 @@ def line(row: dict) -> dict[str, str]:
     if row["group"] == "kept set" and row["kind"] == "HEAD":
         kind["HEAD"] = "over V, the kept ids' q"
     sampler = f"sigma {row['sigma']:g}" + (", b anew each step" if row["redrawn"] else "")
-    line = {
+    cells = {
         "rule": way["rule"],
         "rows": "replayed" if replay and row["top_p"] < 1 else kind.get(row["kind"], "all ids"),
         "centered": "yes" if way["centering"] else "no",
@@ -245,10 +258,9 @@ def line(row: dict) -> dict[str, str]:
     }
     for world in WORLDS:
         for name, title in TITLES.items():
-            values = row.get(world, {}).get(name)
-            spread = f" ± {stdev(values):.3f}" if values and len(values) > 1 else ""
-            line[f"{title}, {world}"] = f"{abs(mean(values)):.3f}{spread}" if values else ""
-    return line
+            values = row.get(world, {}).get(name, [])
+            cells[f"{title}, {world}"] = spread(values)
+    return cells
 
 
 def main() -> None:
@@ -265,10 +277,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # the tensors are small
     start = time.process_time()
-    rows = run(options)
+    rows, b = run(options)
     seconds = time.process_time() - start
     for group in options.groups:
         print(f"\n{group}\n{markdown([line(row) for row in rows if row['group'] == group])}")
+    print(f"\n{markdown(samplers(b))}")
     print(f"\n{options.seeds} seeds, mean ± standard deviation; {seconds:.0f} s of one core")
     settings = {name: getattr(options, name) for name in ("seeds", "steps", "batch", "lr")}
     made = {"torch": torch.__version__, "seconds": round(seconds), **settings, "arms": rows}

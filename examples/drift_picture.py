@@ -1,7 +1,7 @@
 """Draws what `drift.py` found, and the tables of the examples."""
 
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import matplotlib
 
@@ -26,6 +26,14 @@ def markdown(lines: list[dict[str, str]]) -> str:
         "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
         for line in table
     )
+
+
+def spread(values: list[float], digits: int = 3) -> str:
+    """Mean and standard deviation over seeds."""
+    if not values:
+        return ""
+    apart = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{round(mean(values), digits) + 0.0:.{digits}f}{apart}"  # no -0
 
 
 def draw(made: dict, path: Path) -> None:

@@ -225,6 +225,18 @@ def test_arms_are_what_they_say(monkeypatch, tmp_path, capsys):
     assert f"| {min(steps):.4g}, {max(steps):.4g} " in line
 
 
+def test_samplers_are_told_by_how_far_off_they_are(monkeypatch):
+    b = torch.zeros(1, 2, 16, dtype=torch.float64)
+    b[0, 1, 3] = -1.0
+    q = 1 / (15 + torch.tensor(-1.0, dtype=torch.float64).exp())  # of the others, at sigma 1
+    ratio, kl = 1 / 16 / (1 - 15 * q), 15 * q * (16 * q).log()
+    kl += (1 - 15 * q) * (16 * (1 - 15 * q)).log()
+    one, ten = example(monkeypatch, "drift").samplers(b)
+    assert ten["mismatch_kl"] == f"{kl / 2:.3f}"  # nothing in the other context
+    assert ten["p / q of the best action"] == f"{ratio:.1f} to {ratio:.1f}"
+    assert float(one["mismatch_kl"]) < float(ten["mismatch_kl"])
+
+
 def test_every_arm_trains_its_own_way(monkeypatch, tmp_path):
     options = "--seeds 0 --no-heads --steps 6 --prompts 16 --samples 4 --lr 0.01"
     options += " --warmup-steps 10 --warmup-lr 2e-3"
